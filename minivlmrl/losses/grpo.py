@@ -52,8 +52,9 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss for a batch of completions.
 
-    Example: with beta 0, one completion of two tokens with advantage 0.5 and ratio 1 (on-policy) has the loss -0.5 for
-    loss_type "grpo" or "dapo", and -0.25 for "dr_grpo" with max_completion_length 4.
+    Example: one completion of 2 tokens with ratio 1 and advantage 0.5, and beta 0:
+        grpo, dapo    -(0.5 + 0.5) / 2 = -0.5
+        dr_grpo       -(0.5 + 0.5) / 4 = -0.25       with max_completion_length 4
 
     Args:
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
@@ -213,9 +214,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply a KL estimate by the ratio pi / pi_old, which makes its expected gradient that of KL(pi || pi_ref).
 
-    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio pi / pi_old is detached for
-    the KL estimators k2, k1+, k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
+    The ratio pi / pi_old also corrects the KL estimate if an older policy sampled the tokens.
     """
+    # The ratio pi / pi_old is detached for KL estimators whose own gradient is already that of KL(pi || pi_ref).
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio

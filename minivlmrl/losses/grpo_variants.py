@@ -106,7 +106,7 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # BNPO averages over the tokens of each micro-batch, so its gradient depends on how a step is split, as in TRL.
+    # As in TRL, BNPO averages over each micro-batch's tokens, so the gradient depends on the size of micro-batches.
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
     # LUSPO (arXiv 2602.05261): sum over each completion's tokens, then mean over completions, so that a long completion
     # has more weight than a short one
@@ -158,7 +158,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the entropy bonus, which is the mean entropy of the kept tokens.
+    """Compute the entropy bonus: the mean of token entropies under a mask.
 
     Trainers subtract grpo.entropy_coef times the entropy bonus from the loss, so that training increases the entropy.
 

@@ -28,7 +28,7 @@ SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses wi
 
 @dataclass
 class Pairs:
-    """Values of B answer pairs, from which each DPO loss is computed."""
+    """Log-probabilities, margins and options for computing the DPO losses of B answer pairs."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
@@ -42,8 +42,8 @@ class Pairs:
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# Functions that compute each pair's loss, (B,). In the formulas, chosen and rejected are the log-ratios of the two
-# answers, and the margin is their difference, or that of their f_score.
+# Functions that compute each pair's loss, (B,). In the formulas, chosen and rejected are the log-ratios
+# log(pi / pi_ref) of the two answers. The margin is f_score(chosen) - f_score(rejected), by default chosen - rejected.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin), with the label smoothing of cDPO eq. 3
     # (ericmitchell.ai/cdpo.pdf), which TRL ignores since 0.29
@@ -71,12 +71,12 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # SPPO eq. 4.7 (arXiv 2405.00675), on log-ratios: (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss on sorted margins of policy and
-    # reference
+    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss after sorting the policy's margins and
+    # the reference's margins over the batch
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # unpaired AOT (arXiv 2406.05882): DPO's loss on the sorted chosen and the sorted rejected log-ratios
+    # unpaired AOT (arXiv 2406.05882): DPO's loss after sorting chosen and rejected log-ratios over the batch
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
     # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers:
     # 1 - sigmoid(beta chosen) + sigmoid(beta rejected). The term 1 - sigmoid(x) is computed as sigmoid(-x), because
@@ -163,7 +163,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The SFT loss is a mean over tokens, so the factor num_pairs / B cancels the final division by num_pairs.
+    # The SFT loss is multiplied by num_pairs / B, because dpo_loss divides a sum over B pairs by num_pairs.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -199,7 +199,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     In LD-DPO, tokens beyond the length of the pair's shorter answer have the weight ld_alpha.
 
-    Source: eq. 9 of LD-DPO (arXiv 2409.06411), and DPOTrainer.compute_ref_log_probs in TRL 1.16.
+    Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
     if ld_alpha is not None:
@@ -223,7 +223,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # The exponent is clamped to 80, because exp overflows in float32 above 88.
+    # In float32, expm1 overflows above 88, so its argument is clamped to 80.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
@@ -237,7 +237,7 @@ def reward_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the Bradley-Terry loss for reward models, -log sigmoid(r_c - r_r - margin).
 
-    Example: the rewards 2 and 1 have the loss log(1 + e^-1) = 0.313.
+    Example: the rewards 2 (chosen) and 1 (rejected) have the Bradley-Terry loss log(1 + e^-1) = 0.313.
 
     Args:
         chosen, rejected: (B,) rewards.

@@ -90,7 +90,7 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """For each prompt length, arrange the positions of prompts and of completions as two blocks, padded by -1."""
+        """For each prompt length, return a matrix of prompt positions and one of completion positions, padded by -1."""
         blocks = []
         slots = []
         for length in dict.fromkeys(self.prompt_lengths):
@@ -172,7 +172,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # pairs of slices (rows, new tokens) that a recurrent layer processes in one call
+    # A recurrent layer processes each pair (slice of rows, slice of their new tokens) in one call.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
     # rows that get a tool's response in a decoding step, instead of a sampled token
     response_rows: Sequence[int] = ()
@@ -195,7 +195,7 @@ class DecodeAttention:
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # Completions need a mask only after tool responses have made some of them longer than others.
+        # Completions of equal length need no attention mask, but tool responses can make their lengths differ.
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
@@ -244,7 +244,7 @@ class DecodeAttention:
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # Positions are clamped, because a finished row may exceed the capacity of the cache until the row is dropped.
+        # Cache positions are clamped, because a finished row may outgrow the KV cache before the row is dropped.
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return

@@ -40,7 +40,7 @@ def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> 
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read a config.json, with the vocabulary size and the control tokens of a tokenizer."""
+    """Read a config.json, and take the control tokens and the vocabulary size from a tokenizer."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}

@@ -115,8 +115,8 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # A stored LM head that is tied must equal the embedding, because transformers 4 uses the embedding, and
-    # transformers 5 the stored head.
+    # If LM head and embedding are tied, a stored LM head must equal the embedding, because transformers 4 uses the
+    # embedding, and transformers 5 the stored head.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -147,8 +147,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The weights file is reopened for each tensor, because pages that were read from an open memory-mapped file
-        # count as memory of the process.
+        # The file is reopened for each tensor, which frees the memory-mapped pages of earlier tensors.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)

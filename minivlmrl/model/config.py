@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. Model families with further vision settings have a subclass
-of VisionConfig in model/families/.
+model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings of its own
+has a subclass of VisionConfig in model/families/.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class VisionConfig:
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; other model families override them, or read them from config.json
+    # settings that are fixed in Qwen2-VL, but that other families override or read from config.json
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
@@ -101,7 +101,8 @@ class ModelConfig:
     def mrope_axes(self) -> tuple[int, ...]:
         """Return the axis (0 time, 1 height, 2 width) of the position that each rotary frequency encodes.
 
-        Example: mrope_section (2, 1, 1) gives four frequencies the axes 0 0 1 2, or with mrope_interleaved 0 1 2 0.
+        Example: mrope_section (2, 1, 1) has 2 frequencies for time, 1 for height and 1 for width:
+            (0, 0, 1, 2), or (0, 1, 2, 0) if mrope_interleaved
         """
         section = self.mrope_section
         if self.mrope_interleaved:

@@ -30,8 +30,8 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # The top level's tie_word_embeddings has priority, because transformers 5 always writes the default value of
-    # tie_word_embeddings into text_config.
+    # transformers 5 always writes the default of tie_word_embeddings into text_config, so the value outside of
+    # text_config has priority.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
@@ -96,7 +96,7 @@ def without(values: dict, names: Container[str]) -> dict:
 def _merge(*sections: dict) -> dict:
     """Merge JSON objects as dict.update does, except that null does not replace another value.
 
-    transformers 4.52 to 4.56 write null into text_config for keys that have a value at the top level.
+    transformers 4.52 to 4.56 write null into text_config for keys that have a value outside of text_config.
     """
     merged = {}
     for section in sections:

@@ -70,10 +70,7 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings of image placeholders in x (N, hidden_size) by the vision tower's output.
-
-    With DeepStack, the tower's output also has columns for the first decoder layers, which are returned separately.
-    """
+    """Replace the embeddings of image placeholders in x (N, hidden_size) by the vision tower's output."""
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
 

@@ -11,8 +11,8 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 
     Logits are computed block by block, in the forward pass and again in the backward pass, so that memory never holds
-    all logits (M, vocab_size). If filters such as top_p removed tokens in sampling, the probabilities are normalised
-    over the remaining vocabulary.
+    all logits (M, vocab_size). If sampling used filters such as top_p, the log-probabilities are normalised over the
+    tokens that the filters kept.
 
     Args:
         batch: packed batch with M completion tokens.

@@ -109,7 +109,7 @@ class LoRALinear(ReplacedLinear):
 
 
 class TF32Adapter(torch.autograd.Function):
-    """Compute base_result + scaling * x A^T B^T with TF32 products in the forward and the backward pass.
+    """Add a LoRA update to a base layer's result: base_result + scaling * x A^T B^T, with TF32 products.
 
     For TF32, tensor cores round the factors of a float32 product to 11 significant bits, and sum in float32. A bfloat16
     input x has 8 significant bits, so TF32 does not change x. The forward and the backward pass each switch TF32 on,
@@ -152,9 +152,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask depends only on the
-    argument key and the layer's name, so that activation checkpointing and a resumed run repeat the mask. All
-    completions of a prompt share the dropout mask of the prompt's tokens.
+    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask's seed is a hash of
+    `key` and the layer's name, so that activation checkpointing and a resumed run repeat the mask. All completions of a
+    prompt share the dropout mask of the prompt's tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -172,10 +172,10 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     layer. The adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are
     small beside W.
 
-    The 16-bit copies keep their memory addresses inside the `with` block, as CUDA graphs require.
+    The adapters' 16-bit copies keep their memory addresses inside the `with` block, as CUDA graphs require.
 
     Yields:
-        The 16-bit adapter matrices; an empty list if no adapter is replaced.
+        A list of the 16-bit copies of adapter matrices, which may be empty.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -192,7 +192,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
     """Compute the share (0 to 1) of the updated weights that still differ from the base weights after a merge."""
-    # A merged weight is rounded to the base dtype, so an update below half of the distance to the next number is lost.
+    # A merged weight is rounded to the base dtype, so the smallest updates are lost.
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()

@@ -22,7 +22,7 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# The tables of quantised values are cached on each GPU, because CUDA graphs do not allow a blocking copy from the host.
+# NF4's table of values is cached on each GPU, because CUDA graphs do not allow a blocking copy from the host.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
@@ -30,7 +30,7 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The dynamic code has 0, 1 and numbers in seven decades, with twice as many from 0.01 to 0.1 as from 0.001 to 0.01.
+    The dynamic code has twice as many values between 0.01 and 0.1 as between 0.001 and 0.01, and so on.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -41,7 +41,7 @@ def dynamic_code(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Divide each block of values by its scale, and quantise to the nearest values in a code.
+    """Divide each block of values by its largest absolute value, and round to the nearest values in a table.
 
     Args:
         values: (rows, n) float32.
@@ -100,7 +100,7 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # A CPU unpacks 4096 blocks at a time, which fit into its cache; all blocks at once would take 3 times as long.
+    # A CPU unpacks 4096 NF4 blocks at a time, which fit into its cache; unpacking all at once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values for each byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -128,7 +128,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # Packing on the meta device is cached, because a memory estimate packs thousands of equal experts.
+        # A memory estimate packs thousands of experts of equal shape on the meta device, so the result is cached.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -143,7 +143,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # Offloaded shards are in host memory, so the gathered values are moved to the device of the scales.
+        # An offloaded NF4 weight is gathered in host memory, and then moved to the GPU, where its scales are.
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

@@ -36,7 +36,7 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32, 1 for tokens that the policy generated, and 0 for the output of tools or users
     policy_mask: Tensor
-    # (2, K) int64 pairs of a completion token's index and a token id that top_k or top_p kept; (2, 0) without filters
+    # (2, K) int64 pairs (index of a completion token, token id that top_k or top_p kept); K is 0 without filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
@@ -114,7 +114,7 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack completions with several turns: each turn follows its own prompt, and the turns form one row."""
+    """Pack completions with several turns, each with its own prompt; all turns of a completion are one row."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     packed_prompts = []
@@ -138,7 +138,7 @@ class Span:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, or -1 for generated tokens, because a generated image placeholder belongs to no image
+    # (n,) token ids with -1 for sampled tokens, because a sampled image placeholder does not belong to an image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)

@@ -46,7 +46,7 @@ class PeftConfig:
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # {end of a layer's name: alpha of the layer}; PEFT's regular expressions are not supported
+    # maps the end of a layer's name to the layer's alpha; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -106,7 +106,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return options for a recipe's section `adapter` that load the adapter in a folder."""
+    """Return options of a recipe's section `adapter` that describe the adapter in a folder."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
@@ -173,7 +173,6 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
-            # PEFT reads each name in alpha_pattern as a regular expression, which could match other layers.
             is_name = LAYER.fullmatch(name) is not None
             check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
     return config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# name prefixes of the model parts for options such as model.freeze; a weight belongs to the first part that matches
+# maps each model part to prefixes of weight names; a weight belongs to the first part with a matching prefix
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding

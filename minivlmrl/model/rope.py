@@ -18,10 +18,10 @@ def get_rope_index(
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
-    A text token has one position on all three axes, which is one more than the position of the previous text
-    token. An image's tokens share one time position, and their positions in height and width are their row and column
-    in the merged grid. A video's time steps have time positions in proportion to seconds. Text after an image or a
-    video starts at the largest position on any axis plus one.
+    A text token has the same position in time, height and width, one more than the previous text token. An image's
+    tokens share one time position, and their positions in height and width are their row and column in the merged grid.
+    A video's time steps have time positions in proportion to seconds. After an image or a video, the next text token's
+    position is the largest position in time, height or width, plus one.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -78,7 +78,7 @@ def _text_positions(first: int, count: int) -> Tensor:
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
     """Return the time, row and column of each merged token in an image or a video, (3, tokens)."""
     time = torch.arange(t)
-    # Qwen2-VL does not have tokens_per_second, so each time step of a video advances the position by one
+    # In Qwen2-VL, which lacks tokens_per_second, each time step of a video advances the time position by one.
     if config.tokens_per_second is not None:
         # Time positions are computed in float32, as when the hub's checkpoints were trained; float64 would sometimes
         # round to another position.
@@ -107,9 +107,9 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    Half of the rotary frequencies rotate by the patch's row, and half by the patch's column. Patches have the order of
-    pixel_values, in which the patches of a merged token are contiguous. All frames of a video have the same rotary
-    angles, because the tower's rotary embedding does not encode time.
+    Half of the rotary frequencies rotate by the patch's row, and half by the patch's column. As in pixel_values, the 2
+    x 2 patches that are merged into one token are contiguous. All frames of a video have the same rotary angles,
+    because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.

@@ -122,10 +122,10 @@ class Layout:
 
 # Vision layouts are cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# A cached layout is created outside of inference mode, because training cannot use inference tensors.
+# Inference mode is switched off, because training cannot use cached tensors that were created in inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
-    """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
+    """Compute the order, rotary angles and attention segments of patches for patch grids (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
@@ -181,7 +181,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # Raster order is restored after the merger, whose output is smaller and so cheaper to reorder.
+        # Merged tokens are put back into raster order, and not patches, because there are four times as many patches.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

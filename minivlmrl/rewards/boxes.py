@@ -35,7 +35,8 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: an answer with one of two true boxes gets the reward 1/2, and so does the only true box beside a wrong box.
+    Example: an answer with one of two true boxes gets the reward 1/2. If there is only one true box, an answer with the
+    true box and a wrong box also gets 1/2.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
@@ -66,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    An answer that denies any object gets the reward 1.0, and a row without an image gets None.
+    The answers [], None and No such object also get the reward 1.0. A row without an image gets the reward None.
     """
     values = []
     reasons = []
@@ -149,7 +150,6 @@ def score_boxes(
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
-        # A solution without a valid box raises an error, because no answer could match the solution.
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {requirement}")
@@ -166,8 +166,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int]):
-    """Raise ValueError if a box in a solution exceeds the image by more than a pixel, or is in fractions and not in
-    pixels.
+    """Raise ValueError if a box in a solution exceeds the image by more than a pixel, or is not in pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.

@@ -47,22 +47,19 @@ def reward_columns(
 
 
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the size of a row's first image, if any, in pixels of the file and in the units of the answer's boxes.
-
-    The row's column box_space, or else the processor, names the units of the answer's boxes.
-    """
+    """Return the size of a row's first image twice: in pixels of the file, and in the units of the answer's boxes."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # Computing the prompt has stored the image's size, so the image is not loaded again.
+    # An image's size is stored when its prompt is built, so that the image file is not opened again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))
 
 
 def extent(space: str, original: Size, resized: Size) -> Size:
-    """Return the width and height of the whole image in the units of a coordinate space.
+    """Return the image's width and height in the units of box coordinates, for example (1000, 1000).
 
     Args:
         space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),

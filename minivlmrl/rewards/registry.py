@@ -60,7 +60,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # If one reward function calls another, the prompt is already a text.
+    # A reward function that another reward function calls gets a Text as the prompt, and not a list of messages.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -209,7 +209,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert the values that a reward function returned to floats; None becomes NaN."""
     try:
-        # A dict, a set or a str may have one item per completion by chance, but does not contain rewards.
+        # A dict, a set or a str is rejected even if its length equals the number of completions.
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -241,8 +241,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    Several rewards may log reasons in the column "why", as {name of the reward: reason}. Values other than numbers,
-    texts and None are logged as str(value), because the log is JSON.
+    In the column "why", each reward logs why it gave its value, as {name of the reward: reason}. Values other than
+    numbers, texts and None are logged as str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

@@ -48,7 +48,7 @@ def read_vision(vision: dict, where: str) -> dict:
 
 
 def write_config(config: dict) -> dict:
-    """Convert the vision_config in a config back to Qwen2-VL's field names."""
+    """Convert VisionConfig's field names in a config to those of Qwen2-VL's config.json."""
     vision = dict(config["vision_config"])
     width = vision["hidden_size"]
     mlp_ratio = vision.pop("intermediate_size") / width

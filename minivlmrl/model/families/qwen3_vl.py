@@ -4,8 +4,8 @@ Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embeddin
 merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first decoder layers.
 Qwen3-VL's decoder (decoder.py) has normalised queries and keys, no biases, and interleaved M-RoPE.
 
-Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source: the Qwen3-VL
-report, and modeling_qwen3_vl.py in transformers.
+Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source of the tower: the
+Qwen3-VL report, and modeling_qwen3_vl.py in transformers.
 """
 
 import math
@@ -135,13 +135,13 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # The position embeddings get the order of pixel_values, where the 2 x 2 patches of a token are contiguous.
+        # The position embeddings are reordered, because the 2 x 2 patches of a token are contiguous in pixel_values.
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute float64 weights (count, side) that interpolate linearly from `side` to `count` points.
+    """Compute weights (count, side), float64, that resize `side` values to `count` values by linear interpolation.
 
     Example: 3 points are interpolated from 2 points with the weights (1, 0), (.5, .5) and (0, 1).
     """
@@ -185,9 +185,9 @@ def write_config(config: dict) -> dict:
 
 @dataclass
 class Videos:
-    """Video preprocessing, in which frames share a pixel budget and time steps have timestamps.
+    """Video preprocessing as in Qwen3VLVideoProcessor and Qwen3VLProcessor in transformers 5.23.
 
-    Source: transformers 5.23, Qwen3VLVideoProcessor and Qwen3VLProcessor.
+    All frames share a pixel budget, and each time step has a timestamp.
     """
 
     # minimum and maximum number of pixels in all frames of a video together

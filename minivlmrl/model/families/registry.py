@@ -76,7 +76,7 @@ class ModelSpec:
     images: dict[str, Any] = field(default_factory=dict)
     # parses video_preprocessor_config.json; with the result None, videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # computes the contents of video_preprocessor_config.json; if there are none, the loaded model's file is kept
+    # computes the contents of video_preprocessor_config.json; if they are empty, the loaded model's file is kept
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
@@ -86,13 +86,13 @@ class ModelSpec:
     # dataclasses for the fields "experts" and "recurrent" of ModelConfig
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # splits tensors that files store for several parameters, such as the weights of all experts in a layer
+    # splits a file's tensor with several parameters, such as the weights of all experts in a layer
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
     # stacks parameters that files store as one tensor, such as the weights of all experts in a layer
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
     # makes a mixture of experts count each expert's tokens over all ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
-    # further values of the option adapter.target, such as "experts", with a pattern for the selected layer names
+    # the family's own values of adapter.target, such as "experts", with a regular expression for their layer names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # ends of router names, which are not quantised
     # returns the initial states of the recurrent layers for a batch of rows
@@ -124,7 +124,7 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 def hub_name(name: str) -> str:
     """Convert a tensor's name in any transformers release to its name in minivlmrl.
 
-    Example: the name model.visual.x becomes visual.x, and model.language_model.x becomes model.x.
+    Example: transformers' names model.visual.x and model.language_model.x become visual.x and model.x.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
