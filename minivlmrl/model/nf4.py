@@ -28,10 +28,7 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
-
-    The dynamic code has twice as many values between 0.01 and 0.1 as between 0.001 and 0.01, and so on.
-    """
+    """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)

@@ -67,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    The answers [], None and No such object also get the reward 1.0. A row without an image gets the reward None.
+    The reward is also 1.0 for the answers [], None and No such object, and None for a row without an image.
     """
     values = []
     reasons = []

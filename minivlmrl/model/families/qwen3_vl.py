@@ -168,7 +168,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to the nested layout that config.json has in transformers since 4.57."""
+    """Convert a flat config to the layout with text_config that config.json has in transformers since 4.57."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
