@@ -71,8 +71,8 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's token loss: -phi(W) A log pi, where phi(W) = W^k exp(lambda (1 - W)) is detached.
 
-    W is the importance weight of a whole completion. VESPO's constants k and lambda have one value for negative
-    advantages, and one for others.
+    The importance weight W is the product of a completion's token ratios. VESPO's constants k and lambda have one value
+    for negative advantages, and one for others.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is

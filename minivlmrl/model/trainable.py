@@ -53,7 +53,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # The layers blocks.0.mlp, blocks.1.mlp and so on share the line blocks.*.mlp of the table.
+            # The layers blocks.0.mlp, blocks.1.mlp and so on are counted together as blocks.*.mlp.
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"
