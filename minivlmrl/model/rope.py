@@ -28,8 +28,7 @@ def get_rope_index(
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
 
-    Example: with 2 positions per second, the steps of a video at 0, 0.75 and 1.5 seconds get the time positions 0, 1
-    and 3.
+    Example: with 2 positions per second, a video's time steps at 0, 0.75 and 1.5 seconds get the positions 0, 1 and 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
