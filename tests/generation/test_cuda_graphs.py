@@ -104,7 +104,7 @@ SMALL = {"tokens": 5, "count": 1, "generations": 2}
     [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
 )  # fmt: skip
 def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
-    """A graph replay runs no Python code, so values that change between steps must be tensors."""
+    """The replay of a CUDA graph runs no Python code, so values that change between steps must be tensors."""
     sampling = options(max_new_tokens=20, **setting)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
     expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
@@ -135,7 +135,7 @@ def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
 
 
 def test_a_graph_is_freed_with_its_decoder():
-    """A graph occupies GPU memory, so freeing a graph must not wait for garbage collection."""
+    """A CUDA graph occupies GPU memory, so freeing a graph must not wait for garbage collection."""
     gc.collect()
     gc.disable()
     try:

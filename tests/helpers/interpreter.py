@@ -1,7 +1,7 @@
 """Run the kernel tests a second time in Triton's interpreter, in a separate process.
 
 Triton reads TRITON_INTERPRET at its first import, and a process that interprets kernels cannot compile them. So one
-child process runs the kernel tests again. In the child, MINIVLMRL_KERNELS=triton makes every public function of
+child process runs the kernel tests again. In the child process, MINIVLMRL_KERNELS=triton makes every public function of
 kernels/ use its Triton kernel.
 
 An interpreting process that imports this module also corrects two differences between the interpreter and a GPU.

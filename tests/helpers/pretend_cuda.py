@@ -6,12 +6,12 @@
 
 An operation that mixes tensors on both devices raises CUDA's error. The simulation counts where the host would
 wait for the GPU: item, tolist, nonzero, masks as indices, and copies between host and GPU. The numbers are real, so
-code that depends on them, such as a loop until a stop token, runs as on a GPU.
+code that depends on values, such as a loop until a stop token, runs as on a GPU.
 
 A `Pretend` is a Tensor wrapper subclass, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
-is in the CPU tensor `inside`. PretendCuda is a TorchDispatchMode, so it receives every operation below autograd,
-including the backward pass. It checks the devices, counts waits, runs the operation on the CPU tensors and wraps the
-results. Uninitialised memory is NaN. A CUDA graph is a list of operations: capturing changes no data and rejects
+is in the CPU tensor `inside`. The TorchDispatchMode PretendCuda receives every operation below autograd, including
+the backward pass, checks the devices, counts waits, runs the operation on the CPU tensors and wraps the results.
+Uninitialised memory is NaN. A CUDA graph is a list of operations. Capturing changes no data and rejects
 operations for which the host would wait, and a replay runs the operations on the same memory.
 
 Operators that only CUDA has are computed by cuda_operators.py. Not simulated: several GPUs, streams, pinned memory,

@@ -86,7 +86,7 @@ TEXT += ("vocab_size", "rms_norm_eps", "rope_theta", "image_token_id", "tie_word
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_that_transformers_saved_have_the_values_of_the_hub(tmp_path, version):
-    """Version 4.52.4 was recorded with the tied 3B only, and the other versions also with the untied 7B."""
+    """The 3B is tied and the 7B untied; configs of transformers 4.52.4 were recorded for the 3B only."""
     record = json.loads((RECORDED / f"checkpoints_transformers_{version}.json").read_text())
     for size in {"Qwen2.5-VL-3B", "Qwen2.5-VL-7B"} & record["configs"].keys():
         (tmp_path / "config.json").write_text(json.dumps(record["configs"][size]))

@@ -35,8 +35,8 @@ class Outputs(dict):
 class GivenLogps(torch.nn.Module):
     """A language model over two tokens that gives token 1 the log-probabilities (B, T - 1).
 
-    The log-sum-exp of the logits [log(1 - p), log p] is 0 with gradient 0. So losses of logits get p with its exact
-    gradient, and losses of log-probabilities get log p directly.
+    The log-sum-exp of the logits [log(1 - p), log p] is 0 with gradient 0. Losses that take logits get p with its
+    exact gradient, and losses that take log-probabilities get log p directly.
     """
 
     def __init__(self, logps: Tensor):

@@ -59,7 +59,7 @@ def test_recipes_have_the_loss_of_their_source(name):
 
 
 def names_here(theirs: str, ours: str) -> list[str]:
-    """Return the options in a table cell of the page; `grpo.*` stands for the names in the other cell."""
+    """Return the options in our cell of a table row; `grpo.*` stands for the names in the cell of the other project."""
     names = re.findall("`([^`]+)`", ours)
     if names and names[0].endswith("*"):
         return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]

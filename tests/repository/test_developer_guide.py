@@ -1,6 +1,6 @@
 """Apply every diff of docs/developer_guide.md to a copy of the package, and call the code that the diffs add.
 
-The test also calls recipes/fluent.py, which the page recommends to copy.
+The test also calls recipes/fluent.py, which the developer guide recommends to copy.
 """
 
 import json

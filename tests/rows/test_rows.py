@@ -1,11 +1,11 @@
 """Compare rows in users' formats with transformers: token ids, pictures and time marks from the same messages.
 
-For each file, cases.json has its public reference, and either the expected messages, written by hand, or words of the
-error message. A turn in the table is a list of the role and then texts and parts, such as ["user", {"image":
-"red.png"}, "What?"]; a part with another key than image or video, such as tool_calls, is a field of the message. The
-script in `git show 9467b928:tests/record/record_rows.py` rendered these messages with the processor of transformers
-and the tokenizer of each family; run the script in that commit with this table to record more rows. Texts and
-pictures are ours, and only the structure of a row comes from a user.
+For each file of rows, cases.json has a public reference, and either the expected messages, written by hand, or words of
+the error message. A turn in the table is a list of the role and then texts and parts, such as ["user", {"image":
+"red.png"}, "What?"]. A part with another key than image or video, such as tool_calls, is a field of the message. The
+script in `git show 9467b928:tests/record/record_rows.py` rendered these messages with the processor of transformers and
+the tokenizer of each family. To record more rows, run the script in that commit with this table. Texts and pictures are
+ours, and only the structure of a row comes from a user.
 """
 
 import functools

@@ -63,7 +63,7 @@ def content(sample):
 
 
 def test_nothing_is_lost(tmp_path):
-    """Groups move whole, with the embeddings of a frozen tower, and the log has the advantages of one process."""
+    """A group moves as a whole, with its image embeddings, and the log has the advantages of a single process."""
     prepare(tmp_path)
     grpo = [*REFERENCE, "--grpo.prompts_per_step=8", "--model.freeze=[vision, merger]"]
     [(one, _, advantages)] = [rank["step"] for rank in launch(1, tmp_path, {"step": grpo}, step_on_rank)]

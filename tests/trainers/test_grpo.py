@@ -12,7 +12,7 @@ def ratios(loss_calls):
 
 
 def test_stored_log_probabilities(stage, loss_calls, samples):
-    """With two passes over rollouts of two steps, only the first two of eight micro-batches have the ratio 1."""
+    """A rollout feeds two steps and is trained on twice, so the ratio is exactly 1 only in the first step."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
     ends = []
     lines = []

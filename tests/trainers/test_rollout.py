@@ -115,7 +115,7 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([0, 0], 1), ([0, 1], 1), ([2, 1], 3)])
 def test_the_tokens_of_a_step_are_at_least_one(lengths, tokens):
-    """A step without tokens has the loss 0 / 1."""
+    """A step without tokens divides its loss of 0 by 1."""
     samples = [SimpleNamespace(completion=SimpleNamespace(policy_mask=torch.ones(n))) for n in lengths]
     run = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=7))
     trainer = SimpleNamespace(is_trained=lambda sample: True, world=ONE, run=run)
