@@ -20,9 +20,8 @@ def split_into_micro_batches(
     """Split prompts and their completions into micro-batches.
 
     With max_tokens, prompts are sorted by length, so that a micro-batch has prompts of similar length. If a prompt and
-    its completions have more than max_tokens tokens, several micro-batches contain the prompt, each with some of its
-    completions. All ranks get the same number of micro-batches, because all ranks of a sharded model must run equally
-    many forward passes.
+    its completions have more than max_tokens tokens, the completions are divided over several micro-batches. All ranks
+    get the same number of micro-batches, because all ranks of a sharded model must run equally many forward passes.
 
     A single completion is never divided, even if the completion has more than max_tokens tokens. Example
     with micro-batches of 20, 12 and 50 tokens:

@@ -211,7 +211,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield the token counts of answers without images, except answers that are too short to exceed `limit` tokens.
 
-    An answer with fewer bytes than `limit` need not be tokenized, because each token has at least one byte.
+    An answer with few bytes is not tokenized, because each token of the answer has at least one byte.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)

@@ -99,7 +99,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular linear system of each chunk of tokens, which is derived at the top of this file."""
+    """Solve the triangular linear system that the docstring of this file derives for each chunk of tokens."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

@@ -79,7 +79,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Apply one simulated bug after another; return None if the two bugs cannot be combined."""
+    """Combine two simulated bugs into one, or return None if the two bugs cannot be combined."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
