@@ -29,7 +29,6 @@ def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
 
 
 def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
-    """Compute attention with a copy of the prompt's keys and values for each completion."""
     k = torch.cat([prompt_k[prompt_index], k], dim=2)
     v = torch.cat([prompt_v[prompt_index], v], dim=2)
     return dense_attention(q, k, v, is_causal=True)

@@ -98,7 +98,6 @@ load_processor = functools.cache(load_processor)
 
 
 def find_processor(case: Case) -> Processor:
-    """Return the processor of a model in tests/rows/models, with the chat template of the case."""
     processor = load_processor(MODELS / case.model)
     if not case.template:
         return processor

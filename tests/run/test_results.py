@@ -25,8 +25,6 @@ from tests.helpers.stages import ONE, SECOND_RANK
 
 @pytest.fixture
 def results(home, tmp_path, monkeypatch):
-    """Return a function that creates the Results of a run in tmp_path / "run"."""
-
     def results(*overrides, world=ONE, held_out=None):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:

@@ -41,7 +41,6 @@ main(sys.argv[1:])
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Return a function that starts a recipe on two ranks under torchrun."""
     (tmp_path / "model.json").write_text(json.dumps(RUN_MODEL))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
 

@@ -23,7 +23,6 @@ class Ragged(Shapes):
 
 
 def steps(folder, stage, *overrides):
-    """Run the steps of a stage, and return the metrics and the trained weights."""
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
