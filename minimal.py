@@ -739,7 +739,7 @@ def read_rows(file, fields) -> list[dict]:
     for number, line in enumerate(Path(file).read_text("utf-8").split("\n"), 1):
         if not line:
             continue
-        row = json.loads(line)
+        row = {key: value for key, value in json.loads(line).items() if value is not None}
         for field in fields if "images" in row else ["image", *fields]:
             if field not in row:
                 raise ValueError(f"{file}, line {number}: the row has {[*row]}, but no {field!r}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from minivlmrl.config.types import (
+    BoxSpace,
     Code,
     Count,
     Dtype,
@@ -173,7 +174,7 @@ class DataOptions(RowOptions):
     chat_template_kwargs: dict = field(default_factory=dict)
     # coordinates of boxes in answers: pixels of the original or of the resized image, thousandths of the image size, or
     # fractions of it (unit); None follows the convention of the model family
-    box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
+    box_space: BoxSpace | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
     # rewards in evaluations; the first reward is reported in most detail. None uses the training rewards

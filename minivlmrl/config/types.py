@@ -15,6 +15,7 @@ RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/reg
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # parts of a model; "vision" is the vision tower, without the merger that projects its output
 Part = Literal["vision", "merger", "language", "embeddings"]
+BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of the coordinates of boxes
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
 # min_pixels may be at most 2**25, because the patches of an image with 2**25 pixels take 2 GB.

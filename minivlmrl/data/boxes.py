@@ -9,16 +9,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import numpy as np
 
-from minivlmrl.config.types import Plain
+from minivlmrl.config.types import BoxSpace, Plain
 from minivlmrl.errors import optional_dependency
 from minivlmrl.json_files import unique_keys
 
 Item = TypeVar("Item")
-SPACES = ("original", "resized", "thousandths", "unit")
+SPACES = get_args(BoxSpace)
 LIMIT = 1e100  # larger coordinates are invalid, because areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"

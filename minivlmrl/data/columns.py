@@ -7,7 +7,7 @@ from typing import Annotated
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import VideoOptions
 from minivlmrl.config.parsing import read_value
-from minivlmrl.config.types import Plain
+from minivlmrl.config.types import BoxSpace, Plain
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.errors import check_field, error_context
 
@@ -60,6 +60,7 @@ FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_
                  "observation", "function", "developer"}  # fmt: skip
 COLUMN_TYPES = {  # {column: its values' type and bounds}
     "system": str,
+    "box_space": BoxSpace,
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
     "label": bool,  # for KTO: True if the completion is a good answer
 }

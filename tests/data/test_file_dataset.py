@@ -136,6 +136,7 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
     ({"problem": "a", "margin": True}, "column 'margin' is True, but it must be of type float"),
+    ({"problem": "a", "box_space": "pixels"}, "column 'box_space' is 'pixels', but it must be 'original', 'resized', "),
     ({"system": 3, "problem": "a"}, "column 'system' is 3, but it must be of type str"),
     ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
     ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a"),

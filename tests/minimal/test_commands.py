@@ -72,9 +72,10 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
 ])  # fmt: skip
 def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
     row = {"image": "a.png", "problem": "?", "solution": "a", "completion": "a", "chosen": "a", "rejected": "b"}
-    write_lines(tmp_path / "rows.jsonl", [row, {name: value for name, value in row.items() if name != field}])
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: the row has \[.*\], but no '{field}'"):
-        main(tiny, tmp_path / "rows.jsonl", *NAMES[stage])
+    for faulty in ({name: value for name, value in row.items() if name != field}, row | {field: None}):
+        write_lines(tmp_path / "rows.jsonl", [row, faulty])
+        with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: the row has \[.*\], but no '{field}'"):
+            main(tiny, tmp_path / "rows.jsonl", *NAMES[stage])
 
 
 def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
