@@ -252,7 +252,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
             shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
             raise ValueError(
                 f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
-                f"with data.columns: {{{name}: {target}}}, add it to a list in the column {kind}s, remove it, or keep it "
+                f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "
                 f"for a reward with data.columns: {{{name}: {name}}}."
             )
 
