@@ -10,8 +10,7 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (names of options, reason why these options have no effect, condition); the bool that a condition gets is True if a
-# training stage needs a reference model
+# (options, reason why the options have no effect, condition that gets the recipe and whether a stage has a reference)
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
@@ -112,7 +111,7 @@ RULES: list[Rule] = [
 def check_effects(run: RunConfig, has_reference: bool):
     """Raise ValueError if an option is set that has no effect because of other options.
 
-    Options of training stages that the recipe does not run are not checked; run/setup.py prints a note about them.
+    A training stage's options are checked only if the recipe runs the stage. Otherwise run/setup.py prints a note.
     """
     unnamed = unnamed_stages(run)
     with error_context(run.recipe or "recipe"):

@@ -34,13 +34,13 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box; `extent` is the image's (width, height) in the units of the box's coordinates."""
+    """A bounding box, and the size of its image."""
 
     x1: float
     y1: float
     x2: float
     y2: float
-    extent: tuple[float, float]
+    extent: tuple[float, float]  # (width, height) of the image, in the units of the box's coordinates
 
     def to(self, extent: tuple[float, float]) -> "Box":
         """Scale a bounding box to another size of the same image, for example after resizing.
@@ -95,8 +95,8 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
-    Example: if the rows of [[0.6, 0.5], [0.5, 0]] are the IoUs of two predicted boxes with two true boxes, the matches
-    are [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.
+    Example: the IoUs [[0.6, 0.5], [0.5, 0]] of two predicted boxes (rows) with two true boxes (columns) give the
+    matches [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.
 
     Returns:
         (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.
@@ -166,5 +166,5 @@ def _groups_in_json(text: str) -> list[Plain]:
 
 
 def value_of(item: dict) -> Plain:
-    """Return the box in a JSON object, which has a key such as "bbox_2d", or None."""
+    """Return the value of a JSON object's key "bbox_2d", or of another key that can hold a box."""
     return next((item[key] for key in KEYS if key in item), None)

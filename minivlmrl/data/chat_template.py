@@ -18,8 +18,7 @@ START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders for an image and a video. They are compared with `is`, because the operator == would take the ordinary
-# text "<|image_pad|>" for a placeholder.
+# Placeholders for an image and a video. Write `piece is IMAGE`; `piece == IMAGE` is also True for ordinary text.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -114,7 +113,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts. Trained and untrained texts stay apart, because no token may span both."""
+    """Join neighbouring texts, but no trained text with an untrained text, because no token may contain both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

@@ -48,7 +48,7 @@ MEANINGS = {
 }
 # columns in which other projects store a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
-# columns that other projects store beside a prompt
+# columns in which other projects store answers and other values of a row
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -104,7 +104,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # If a stage trains on completions, a bool in the column `label` rates the answer. Other labels name a class.
+        # A bool in the column `label` rates the row's completion, as for KTO. Other labels name a class.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(

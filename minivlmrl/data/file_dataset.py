@@ -55,7 +55,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # By default, a row may have the column `label`, because a user's own stage may train on labels.
+        # Without the argument `reads`, rows may have the column `label`, which a user's own stage can train on.
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class FileRows(Sequence[Row]):
     """A dataset that is read from files, and whose rows can be inspected without decoding images."""
 
-    # a hash of each row's prompt; on rank 0, the hash also covers the sizes of the image and video files
+    # A hash of each row's prompt and of its files' sizes. Only rank 0 reads the sizes, because a disk can be slow.
     prompt_hashes: list[int]
     unread: list[str]  # columns that no stage and no reward reads
 

@@ -83,7 +83,7 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # A template may compose a control token, such as '<|' + message.role + '|>', so rendered text is searched, too.
+        # A template may compose control tokens, as in '<|' + message.role + '|>', which only rendered texts show.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
@@ -121,7 +121,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to a list of texts and control tokens.
 
-        Joined, the texts and control tokens equal the result of transformers' apply_chat_template.
+        The texts and control tokens, joined to one text, equal what transformers' apply_chat_template returns.
 
         Raises:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
@@ -211,7 +211,7 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens that a user wrote; return the messages and this character."""
+        """Insert a rare character into control tokens that a user wrote, so that the tokens stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
@@ -220,7 +220,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # A rare Chinese character marks a user's control tokens, because templates and JSON do not change letters.
+        # The inserted character is a rare Chinese letter, because chat templates and JSON do not change letters.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -274,7 +274,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _spelled(name: str) -> str:
     """Return a regular expression that finds the first character of a control token in a user's text."""
-    # A chat template may remove whitespace and join texts, so a user's control token may contain spaces or be cut off.
+    # A template could make a control token of "<|im_ end|>", by removing spaces, or of "<|im_", by appending a text.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -310,7 +310,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # A template could run code through the methods of a Python object, so it only gets the name of the object's type.
+    # A template gets a Python object's type as text, because code could be run through the methods of the object.
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

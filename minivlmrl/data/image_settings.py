@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # For uint8 pixels, torch rounds between the horizontal and the vertical pass, as transformers does.
+        # Pixels stay uint8, so that torch rounds after resizing the width, and again after resizing the height.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())

@@ -101,7 +101,7 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch; `key` is a text that seeds the sampling of completions."""
+        """Load a single row, and compute its prompt; the text `key` seeds the row's random numbers."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:

@@ -49,7 +49,7 @@ FILE_NAMES = {
 }
 # the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# {"image" or "video": keys of a message part that may name a file, such as "image_url" or "path"}
+# keys of an image or video part that may name a file, such as "image_url" or "path"
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of a JSON object that describes an image file, in the formats of Hugging Face, OpenAI and Anthropic
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
@@ -181,9 +181,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a part of a message.
 
-    The images in a row's column belong, in order, to the image parts that name no file of their own. If messages have
-    only texts, images replace tags <image> or, without tags, come before the first user turn's text. Videos are
-    assigned like images.
+    The images in a row's column belong, in order, to the image parts that name no file of their own. If messages are
+    only text, each image replaces a tag <image>. If the text has no tag <image> either, the images come before the
+    first user turn's text. Videos are assigned like images.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -259,7 +259,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # Hugging Face's {"bytes": ..., "path": ...} is one image, so the path is left out.
+        # Hugging Face's {"bytes": ..., "path": ...} is one image, which is found by its bytes alone.
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:

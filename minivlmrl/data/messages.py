@@ -125,7 +125,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # re.split splits "a<image>b" into "a", "image", "b", so that every second piece is the name of a tag
+            # re.split returns texts and tag names in turn: "a<image>b" becomes "a", "image", "b"
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})

@@ -53,7 +53,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # If an image is missing, a column with an unknown name may contain it; then the error names this column.
+        # The reason for a missing image may be a misspelt column name, which the error of check_unread contains.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -188,13 +188,13 @@ def place_answers(
 ) -> tuple[list[dict], list[Media], Answers]:
     """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
 
-    Each answer is placed as a continuation of the prompt, so `chosen` and `rejected` may show the same image.
+    If the answers of a pair show images, the answers `chosen` and `rejected` both show the same images of the row.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # Answers show images by message parts, or by the tag <image> in a user's or tool's turn. If no answer shows an
+    # An answer shows an image by an image part, or by the tag <image> in a user or tool turn. If no answer shows an
     # image, all images of the row belong to the prompt.
     shown = {}
     for name, turns in answers.items():
@@ -210,7 +210,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # place_media returns the images of the answer after those of the prompt
+            # the last items of the list `media` are the answer's images
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

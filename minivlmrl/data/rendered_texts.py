@@ -16,7 +16,7 @@ THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<thin
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
     """Find the first text that a chat template has left out of the rendered messages, and describe the text.
 
-    Whitespace in texts is ignored, because many chat templates strip texts. A chat template may change the order of
+    The search ignores whitespace, because many chat templates strip texts. A chat template may change the order of
     texts, and escape the arguments of tool calls as in JSON.
 
     Args:
@@ -55,7 +55,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # Long texts are found and cut out first, so that a short text is not found inside a long text.
+    # Long texts are searched first and removed, so that a short text is not found inside a long text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")

@@ -61,7 +61,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # Error messages shorten long texts in quotes, so the special characters of a long text get backslashes instead.
+    # A long path gets backslashes instead of quotes, because error messages shorten long texts in quotes.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -160,7 +160,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # (path of a file, index of the file's first row, open file, index of a row group in the file)
+        # for each row group: (path of its file, index of the file's first row, open file, index of the row group)
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:

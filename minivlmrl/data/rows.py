@@ -67,8 +67,7 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # for each sampled token, the number (C,) of token ids that top_k, top_p and min_p allowed, and all these ids in one
-    # tensor
+    # how many token ids top_k, top_p and min_p allowed at each of the C positions, and the allowed ids of all positions
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
@@ -101,7 +100,7 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT: a text, or turns with functions that decode the images
+    # demonstrated answer for SFT: a text, or turns in which each image is a function that decodes the image file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
@@ -135,7 +134,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for sampling completions.
 
-    The key of a prompt seeds its random numbers, so that the sampled completions do not depend on batches and ranks.
+    A prompt's text in `keys` seeds the prompt's numbers, so that its completions do not depend on batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -73,12 +73,12 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is decoded only when its patches are computed, because models sample different frames."""
+    """A video file that is decoded only with a processor, because each model family samples frames differently."""
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
-        """Load the frames of a video file that the processor's model family samples."""
+        """Load the frames that the processor's model family uses."""
         if processor.videos is None:
             return self.load()
         return self.load(frame_factor=1, defaults=processor.videos.sampling)

@@ -52,7 +52,7 @@ class InputCheck(Callback):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning for each kind of fault in the inputs of an optimizer step.
 
-    With FSDP, the tokens and patches of a micro-batch are compared with its rows, but no gradients are computed.
+    With FSDP, a micro-batch's tokens and patches are compared with the data file, but gradients are not checked.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -128,8 +128,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # The weights of a new value head are 0, so that no gradient would reach the inputs. Therefore the hidden states
-        # are added to the predicted values.
+        # A new value head multiplies hidden states by 0. The states' mean is added, so that gradients reach the inputs.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -154,7 +153,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Encode each row of a micro-batch again, and yield (prompt, problem) if its tokens or images differ."""
+    """Encode rows again, and yield (prompt, problem) if their micro-batch has other tokens or images."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row

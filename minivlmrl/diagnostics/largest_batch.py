@@ -39,8 +39,7 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample completions for the largest batches of a rollout and of an evaluation, and train on the largest
-    micro-batch.
+    """Sample completions and compute gradients once for the largest batches, which fails if memory is too small.
 
     Trying a batch does not change weights, optimizer state or random generators, but removes all gradients.
 

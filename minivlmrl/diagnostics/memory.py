@@ -74,7 +74,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of tensor storages that are excluded or already counted
+        # addresses of storages that are not counted, or are already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # number of bytes
         self.peak = 0  # largest number of bytes so far
@@ -208,7 +208,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # Cached attention masks are removed, because only the memory of new tensors is counted.
+        # the cache of attention masks is cleared, because AllocationTracker counts only tensors that are created
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -230,7 +230,7 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # gradients are removed at once, because the function train_items adds their bytes
+    # each gradient is removed at once, because train_items counts the bytes of all gradients separately
     parameter.grad = None
 
 
@@ -421,8 +421,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    # An evaluation samples answers to held-out rows. For stages such as SFT, an evaluation also computes the
-    # log-probabilities of the answers in the data file, and may need more memory for them.
+    # For stages such as SFT, an evaluation samples answers, and also computes the log-probabilities of known answers.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
@@ -448,8 +447,8 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     # The gradients of gathered weights need as many bytes as the gathered weights.
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # With sharding.once_per_step, the weights of all blocks stay gathered, and their gradients are added up in
-        # float32. Before the addition, the gradients of two blocks exist in the dtype of the weights.
+        # sharding.once_per_step keeps the weights of all blocks gathered, and a float32 sum of the gradients of each
+        # weight. The gradients of two blocks also exist in the dtype of the weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -464,13 +463,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the logits that are in memory at once."""
+    """Return the bytes of the logits that are in memory at once while log-probabilities are computed."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the bytes of each item that all phases need, such as "weights", summed over all shards."""
+    """Return the bytes of weights, optimizer state and other tensors that all phases need, summed over all shards."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])

@@ -33,7 +33,7 @@ from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {phase of the memory estimate: its name in run/out_of_memory.py}
+# {name of a phase in the memory estimate: name of the phase in run/out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 # items of the memory estimate whose size does not depend on the data
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"

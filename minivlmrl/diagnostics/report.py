@@ -49,7 +49,7 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
-            # the next update of report.html comes so late that all updates take about 1 % of the run's time
+            # updates of report.html take at most 1 % of the run's time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 

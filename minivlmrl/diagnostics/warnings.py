@@ -21,7 +21,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# number of rollouts whose rewards are compared with the rewards of the most frequent solution
+# number of rollouts whose mean reward is compared with the reward of always answering the most frequent solution
 BASELINE_ROLLOUTS = 50
 
 
@@ -121,7 +121,7 @@ class WarningRules:
         return [name for name in self.run.rewards if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def all_equal(self) -> bool:
-        """Return True if no reward differed between two completions of a step."""
+        """Return True if each reward was equal for all completions of a step, in each of the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
@@ -162,7 +162,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that would not fall if all answers were the most frequent solution."""
+        """Warn about each reward that always answering the most frequent solution would reach, too."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]

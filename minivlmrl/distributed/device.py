@@ -23,8 +23,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # PyTorch's messages "no NVIDIA driver" and "No CUDA GPUs" mean that there is no GPU. In a process that was
-            # forked on such a machine, the message is "in forked subprocess".
+            # Without a GPU, PyTorch says "no NVIDIA driver" or "No CUDA GPUs". In a forked process without a GPU,
+            # PyTorch says "in forked subprocess".
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "

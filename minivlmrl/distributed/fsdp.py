@@ -6,7 +6,7 @@ units of their own if their weights are not tied. The remaining weights of the m
 
 Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. In each step, all
 ranks get the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
-without images, and the function in_lockstep runs equally many decode steps on all ranks.
+without images. The function in_lockstep lets all ranks run equally many decode steps.
 """
 
 from collections.abc import Callable
@@ -140,8 +140,8 @@ class Sharding:
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. Do not use the returned model after
-        the function `reshard`, which frees the gathered weights.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. The function `reshard` frees the
+        gathered weights, so that the model without FSDP becomes unusable.
         """
         for unit in units(model):
             unit.unshard()
@@ -173,7 +173,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # The process groups are created with the run's timeout, because init_device_mesh would use PyTorch's.
+    # The process groups are created with the run's timeout, because init_device_mesh would use PyTorch's default.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -248,8 +248,8 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add 0 times the vision tower's output to the decoder's input, so that the input has a gradient on each rank.
 
-        If the decoder's input has no gradient on one of the ranks, this rank reduces the gradients of the root and of
-        the first layer in another order than the other ranks.
+        Ranks with and without a gradient of the decoder's input would reduce the gradients of the root and of the first
+        layer in different orders.
         """
         if self.zero is None:
             return None
