@@ -1,7 +1,7 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-For each option that has no effect under some condition, the table RULES has the reason and the condition. The method
-TrainingOptions.without_effect finds options without effect in the section of a training stage.
+The table RULES says when and why an option has no effect. The method TrainingOptions.without_effect says so for the
+options of a training stage.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (options, reason why the options have no effect, condition that gets the recipe and whether a stage has a reference)
+# (names of options, reason why the options have no effect, function that returns True if the reason holds)
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 

@@ -11,7 +11,7 @@ class Control(str):
 
 
 class RewrittenTurnsError(ValueError):
-    """The chat template renders a turn differently if more turns follow, for example without the turn's thought."""
+    """Raised if a chat template renders a turn differently when more turns follow, for example without its thought."""
 
 
 START = Control("<|im_start|>")

@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# {column that minivlmrl ignores: what this column changes in other projects}
+# {column that minivlmrl ignores: what the column says in other projects}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -67,7 +67,7 @@ COLUMN_TYPES = {  # {column: its values' type and bounds}
 
 
 class ForeignLayoutError(ValueError):
-    """The row of a data file has the columns of another project, which only the command `convert` reads."""
+    """Raised for a row with the columns of another project, which only the command `convert` reads."""
 
 
 def find_format(name: str) -> Callable[[dict], dict]:

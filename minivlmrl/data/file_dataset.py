@@ -24,7 +24,7 @@ from minivlmrl.files import digest
 
 
 class FileDataset(FileRows):
-    """The rows of a data file, which are checked at once, and read from the file again at each use.
+    """The rows of a data file. All rows are checked at the start, and a row is read from the file again at each use.
 
     Args:
         path: file or folder with the rows.

@@ -83,7 +83,7 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # A template may compose control tokens, as in '<|' + message.role + '|>', which only rendered texts show.
+        # Rendered texts are searched for control tokens, because a template can contain '<|' + message.role + '|>'.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
@@ -310,7 +310,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # A template gets a Python object's type as text, because code could be run through the methods of the object.
+    # A Python object is replaced by the name of its type, because a template could run code through methods.
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

@@ -33,10 +33,9 @@ class PreparedRow(Row):
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches of rows, one batch for each rollout.
 
-    A batch has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other. The rows are shuffled
-    again for every pass over the dataset. Each row gets the key "seed/stage/batch/position", which seeds its random
-    numbers, so that any number of ranks samples the same completions. Background threads prepare the prompts of the
-    next batch.
+    A batch has the rows of `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again for
+    every pass over the dataset. Each row gets the key "seed/stage/batch/position", which seeds its random numbers, so
+    that any number of ranks samples the same completions. Background threads compute the next batch's prompts.
 
     Args:
         draws: number of batches that a resumed run has already used.
@@ -92,7 +91,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Prepare a row or, if it is unreadable, the next readable row. Also return the errors of skipped rows."""
+        """Load a row, or the next readable row, and compute its prompt. Also return the errors of skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)

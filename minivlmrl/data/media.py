@@ -182,8 +182,8 @@ def place_media(
     """Assign each image and video in a row to a part of a message.
 
     The images in a row's column belong, in order, to the image parts that name no file of their own. If messages are
-    only text, each image replaces a tag <image>. If the text has no tag <image> either, the images come before the
-    first user turn's text. Videos are assigned like images.
+    only text, each image replaces a tag <image>. If messages are only text without a tag <image>, the images come
+    before the first user turn's text. Videos are assigned like images.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -259,7 +259,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # Hugging Face's {"bytes": ..., "path": ...} is one image, which is found by its bytes alone.
+        # In Hugging Face's {"bytes": ..., "path": ...}, bytes and path mean the same image, so only the bytes count.
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:

@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. An image lasts 0 seconds. The seconds of a
-        video are those that Video.patches returns.
+        The patch grid is the number of patches in time, height and width. The value `seconds` is
+        0 for an image; Video.patches describes the value for a video.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -158,8 +158,8 @@ def encode_completion(
     An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    If the chat template drops the thoughts of earlier turns, each assistant turn is a Completion with its own prompt.
-    These completions are in Completion.turns.
+    If the chat template drops the thoughts of earlier turns, the result's `turns` has one Completion, with its own
+    prompt, for each assistant turn.
 
     Args:
         messages: the prompt, see data/messages.py.

@@ -188,7 +188,7 @@ def place_answers(
 ) -> tuple[list[dict], list[Media], Answers]:
     """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
 
-    If the answers of a pair show images, the answers `chosen` and `rejected` both show the same images of the row.
+    If both answers of a pair, `chosen` and `rejected`, show images, both show the same images of the row.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media

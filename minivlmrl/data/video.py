@@ -1,6 +1,6 @@
 """Resize video frames as qwen-vl-utils does, and cut them into patches; extras/video_files.py reads the files.
 
-The model family Qwen3-VL samples and resizes videos differently, see the class model/families/qwen3_vl.Videos.
+The class model/families/qwen3_vl.Videos samples and resizes videos for Qwen3-VL.
 """
 
 import math
@@ -73,7 +73,7 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is decoded only with a processor, because each model family samples frames differently."""
+    """A video file that is decoded when its model is known, because each model family samples frames differently."""
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 

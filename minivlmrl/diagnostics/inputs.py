@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest relative difference, caused by rounding, between cached and newly computed image embeddings
+# largest relative difference that rounding may cause between cached and newly computed image embeddings
 CACHE_TOLERANCE = 0.05
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "

@@ -74,7 +74,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of storages that are not counted, or are already counted
+        # addresses of tensor storages whose bytes must not be added, or have already been added
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # number of bytes
         self.peak = 0  # largest number of bytes so far

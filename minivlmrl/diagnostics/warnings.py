@@ -162,7 +162,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn about each reward that always answering the most frequent solution would reach, too."""
+        """Warn if a reward's mean is not higher than if every answer were the most frequent solution of the rows."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
