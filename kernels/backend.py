@@ -1,8 +1,8 @@
 """Choose between the torch code and the Triton code of a kernel, and import Triton if possible.
 
-The torch code runs everywhere, and the tests compare the Triton kernels with the torch code. Triton runs on a GPU, or
-on a CPU in its interpreter, which executes the programs one after the other with numpy. The environment variable
-MINIVLMRL_KERNELS selects the path:
+The torch code of a kernel runs on every device, and the tests compare the Triton code with the torch code. Triton runs
+on a GPU, or on a CPU in its interpreter, which executes the programs one after the other with numpy. The environment
+variable MINIVLMRL_KERNELS selects the path:
 
     auto      (default) use Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise
               torch
@@ -11,8 +11,8 @@ MINIVLMRL_KERNELS selects the path:
 
 Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, in about 10 s, and
 stores the errors on disk. A kernel whose check fails, or whose relative error is above 2 %, is replaced by PyTorch with
-a warning. With MINIVLMRL_KERNELS=triton, a failed check raises an error. The environment variable MINIVLMRL_SELF_TEST
-can switch off the check:
+a warning, or raises an error if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST can switch
+off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check

@@ -7,7 +7,7 @@ Derivation. A query's keys are divided into parts. For part j, with the scores s
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-A GPU computes all parts of the keys at once, because no part depends on another. With e_j = m_j + log2 l_j,
+A GPU computes all parts of the attention at once, because no part depends on another. With e_j = m_j + log2 l_j,
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
@@ -93,7 +93,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # All masked keys come last, so a part of the keys is skipped if its first key is masked.
+    # Masked keys come last: a part whose first key is masked has only masked keys, and is skipped.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -174,7 +174,7 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    Triton's result equals that of the PyTorch class DecodeAttention in model/attention.py. Call `fits` first.
+    The outputs equal those of the PyTorch class DecodeAttention in model/attention.py. Call the function `fits` first.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.

@@ -25,8 +25,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], the rows of x (N, ...) at the indices in `index`: (*index.shape, ...).
 
     On a CPU, F.embedding selects the rows, because its backward pass is 17 times faster than the backward pass of
-    x[index]. On a GPU, the backward pass of F.embedding is slow up to 3,072 indices, and sometimes wrong with more than
-    1,024 (pytorch issue 187687).
+    x[index]. On a GPU, F.embedding is not used, because its gradients can be wrong for more than 1,024 indices (pytorch
+    issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -34,7 +34,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Select the rows x[index]; the backward pass copies rows instead of summing gradients.
+    """Select the rows x[index], where the gradient of each row comes from at most one selected row.
 
     Args:
         x: (N, ...), the rows.
@@ -76,8 +76,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # PyTorch's flash operator stores no causal mask. The last query attends to all keys, also with fewer queries
-        # than keys.
+        # PyTorch's flash operator stores no mask. With is_causal=True, 2 queries and 5 keys, the first query attends to
+        # 4 keys, and the last query to 5.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -128,8 +128,8 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
     Tensors on the meta device are treated like tensors on an NVIDIA GPU, because the memory estimate uses the meta
-    device. PyTorch's attention kernel for MPS (Apple GPUs) returns no log-sum-exp. flash_attention excludes AMD GPUs,
-    because the log-sum-exp of PyTorch's kernel for AMD is not tested.
+    device. has_flash_attention is False on Apple GPUs, where PyTorch's attention kernel returns no log-sum-exp, and on
+    AMD GPUs, where the log-sum-exp is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -169,12 +169,12 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
-    PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). So `k` and `v` may be a part
-    of the keys and values, if the attention output and the log-sum-exp cover all keys.
+    PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). With the attention output
+    and the log-sum-exp over all keys, the gradients can be computed for one part of the keys at a time (`k` and `v`).
 
-    The backward kernel computes a score's gradient as weight * (gradient . value - gradient . output). If one key has
-    nearly all the attention weight, its value nearly equals the output, and a 16-bit output's rounding error dominates
-    the difference.
+    With the upstream gradient g, the backward kernel computes a score's gradient as weight * (g . value - g . output).
+    If a key has nearly all the attention weight, the output nearly equals the key's value, so a 16-bit rounding error
+    of the output dominates g . value - g . output.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.

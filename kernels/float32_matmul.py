@@ -46,8 +46,8 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's TF32 setting is global, so the `with` block should contain nothing but matrix products. Products on a CPU
-    do not change.
+    PyTorch's TF32 setting is global, so a `with tf32_products()` block should contain nothing but matrix products.
+    Products on a CPU do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

@@ -10,14 +10,14 @@ logit, the sum of the exponentials, and the entropy. The backward pass computes 
 overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
 zero advantage or a clipped ratio.
 
-In PyTorch, a block has the logits of a few tokens for all ids, and fits into the CPU's caches. In Triton, a block has
-the logits of up to 4,096 tokens for at least 2,048 ids, and stays in the GPU's L2 cache until the next kernel reads the
-logits. Triton computes blocks with the same ids one after the other, so that only a part of the LM head's gradient is
-in float32 at a time.
+The torch code computes blocks of logits for a few tokens and the whole vocabulary, which fit into the CPU's caches. The
+Triton code computes blocks of logits for up to 4,096 tokens and at least 2,048 ids of the vocabulary, which stay in the
+GPU's L2 cache until the next kernel reads them. The backward pass in Triton takes one part of the vocabulary after the
+other, so that the LM head's gradient is in float32 for one part only.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
-to 0.125 nats. The gradient of the logits is rounded to the dtype of the hidden states before its matrix products, which
-are summed in float32.
+to 0.125 nats. With bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the
+hidden states and of the LM head are summed in float32.
 """
 
 import torch
@@ -109,8 +109,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # Blocks of logits with fewer rows are wider, because a small matrix product does not use all multiprocessors of a
-    # GPU. The width has a limit, because the LM head's gradient for all ids of a block is stored in float32.
+    # Blocks with few rows are wide, because a small matrix product would leave a part of the GPU idle. Wider blocks
+    # would take more memory, because the LM head's gradient for the ids of one block is in float32.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -125,7 +125,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Allowed ids outside the block of logits set one extra element, which is then dropped.
+    # Pairs outside the block of logits write to one extra element at the end of `dropped`, which is not used.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -172,7 +172,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to two tensors, which may be None."""
+    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`; an item None is skipped."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
@@ -191,7 +191,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
 
 
 # The two passes of linear_log_softmax are custom operators, so that the memory estimate (diagnostics/memory.py) counts
-# only their results, and not each block of logits. piece_bytes estimates the memory of the logits.
+# only the results of the two passes. The function piece_bytes computes the memory of the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -215,9 +215,9 @@ def _linear_log_softmax_backward(
     """Return the gradients of the hidden states and of the LM head; an unneeded gradient is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Rows of logits whose upstream gradients are 0 are left out. On a GPU, all rows are kept, because the host would
-    # have to wait for the number of rows. With a sampling mask, all rows are kept, because the mask contains row
-    # indices.
+    # The backward pass on a CPU leaves out tokens whose upstream gradients are 0; on a GPU, the host would have to wait
+    # for the number of these tokens. A sampling mask names tokens by their index, so all tokens are kept with a
+    # sampling mask.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -264,7 +264,7 @@ def linear_log_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities for given tokens, and entropies, from hidden states.
 
-    The distribution is softmax(hidden @ weight.T / temperature).
+    Log-probabilities and entropies are those of softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: (M, D), the hidden states that predict the M tokens.
@@ -295,7 +295,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes of logits that linear_log_softmax allocates on a GPU in the forward or backward pass."""
-    # Triton stores a logit in 4 bytes, and a 16-bit gradient in 2 more bytes; a float32 gradient overwrites the logit.
+    # In Triton, a float32 gradient overwrites its float32 logit (4 bytes), and a 16-bit gradient takes 2 more bytes.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

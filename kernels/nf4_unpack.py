@@ -2,8 +2,8 @@
 
 An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
 share a scale. A block's scale is stored as an 8-bit index into a table of 256 numbers: scale = table[index] *
-group_scale + offset, where 256 blocks share the float32 group_scale. With bfloat16 results, the Triton kernel reads and
-writes 2.6 bytes per weight, and torch operations 24 bytes.
+group_scale + offset, where 256 blocks share the float32 group_scale. To unpack NF4 weights to bfloat16, the Triton
+kernel moves 2.6 bytes per weight, and separate torch operations move 24 bytes.
 """
 
 import torch
@@ -37,8 +37,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    The result equals that of the PyTorch code in model/nf4.py to the bit, because the kernel uses no fused
-    multiply-add.
+    Without fused multiply-adds, the unpacked values equal those of the PyTorch code in model/nf4.py to the bit.
 
     Args:
         packed: (n / 2,), bytes with two values each.

@@ -4,8 +4,8 @@ Derivation of the backward pass. With r = (mean(x^2) + eps)^-1/2, n = x r, and t
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-The forward pass of RMSNorm saves only the input x and one scale per row. Autograd would save four tensors as large as
-x, and take 1.5 times as long.
+RMSNorm saves only the input x and one scale per row for the backward pass. Without its own backward pass, RMSNorm would
+save four tensors as large as x, and take 1.5 times as long.
 """
 
 import torch

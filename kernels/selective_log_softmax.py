@@ -7,8 +7,8 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-A row of logits can be read in parts of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 =
-(top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
+If a row of logits is read in two parts, 1 and 2, the sums s and t of the parts are combined with top = max(top1, top2)
+and c1 = (top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -20,9 +20,6 @@ and the upstream gradients g (for logp) and e (for H), it follows that
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
-
-For the backward pass, the forward pass saves the largest logit, the sum of the exponentials, and the entropy of each
-row of logits.
 
 The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x:
 
@@ -119,7 +116,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update each column's running maximum and sums with further logits (STEPS, COLUMNS)."""
+    """Include further logits (STEPS, COLUMNS) in each column's running maximum and sums of exponentials."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -131,7 +128,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute the largest logit of a row, and the plain and the weighted sum of its exponentials, in base 2."""
+    """Compute top = max_j k z_j, sum_j 2^d_j and sum_j d_j 2^d_j of a row of logits z, with d_j = k z_j - top."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -152,7 +149,6 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine the largest logits and the sums of two parts of a row of logits."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -209,7 +205,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # If the upstream gradients are 0, the logits' gradient is 0, and the kernel does not read the logits.
+    # If a token's upstream gradients are 0, the kernel writes zeros without reading the token's logits.
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)

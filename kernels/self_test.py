@@ -3,9 +3,8 @@
     python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
-A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper,
-computed a matrix product's addresses from a register that no instruction had written, and attention outputs were 30 to
-40 % off. Before a training run, verdicts.py runs self_test.py for each kernel in a process of its own.
+A compiler can translate a kernel wrongly for one GPU. For Hopper, the assembler ptxas 12.8 (Triton 3.6 and 3.7) made a
+kernel read a register that no instruction had written, and attention outputs were 30 to 40 % off.
 """
 
 import os
@@ -88,7 +87,6 @@ def check_decoding(device: str) -> list[float]:
 
 
 def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probabilities and the entropies of all tokens in one tensor."""
     log_probs = (logits / TEMPERATURE).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
@@ -148,8 +146,8 @@ def largest_error(kernel: str, device: str) -> float:
 
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
-    """Print the largest relative error of each kernel. At the first failure, print an error message and stop."""
-    # Without MINIVLMRL_SELF_TEST=0, the first use of each kernel would start self_test.py again.
+    """Print the largest relative error of each kernel; if a kernel fails, print an error message and stop."""
+    # With MINIVLMRL_SELF_TEST=0, the kernels run without starting another self-test.
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:

@@ -89,9 +89,9 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to all keys of their prompt, and causally to their own keys.
 
-    On a CPU, attention scores that take at most 4 MiB are stored. Larger scores, and scores on a GPU, are computed by
-    PyTorch's fused attention kernel, which does not store scores. Where the fused kernel is not supported, for example
-    for float32 on a GPU, the prompt's keys are copied for each completion.
+    On a CPU, attention scores of at most 4 MiB are stored. On a GPU, and for more than 4 MiB of scores, PyTorch's fused
+    kernel computes attention without storing scores. Where the fused kernel is not supported, for example for float32
+    on a GPU, the prompt's keys are copied for each completion.
 
     Args:
         q: (R, H, C, D), the completions' queries.
@@ -121,8 +121,8 @@ class JoinedAttention(torch.autograd.Function):
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. The backward pass calls the fused kernel twice, too, both times with the attention
-    output and the log-sum-exp over all keys.
+    is the attention to all keys. PyTorch's fused backward kernel gets the output and the log-sum-exp over all keys, and
+    is called once for the prompts' keys and once for the completions' keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).
@@ -148,7 +148,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # If tokens precede heads in memory, grouping the upstream gradient by prompt needs no copy.
+        # The memory layout (R, C, H, D) lets by_prompt return a view of the gradient instead of a copy.
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(

@@ -1,9 +1,9 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
-in its process. All checks run at the same time. The results are stored in Triton's cache folder, in one file for each
-GPU model, driver, version and kernel source. By locking a file, the first process makes all other processes on its host
-wait until the check results are stored.
+in its process. The check results are stored in Triton's cache folder: one file for each GPU model, driver, version of
+torch and Triton, and kernel source. By locking a file, the first process makes all other processes on its host wait
+until the check results are stored.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables belong to the setup, because a variable can select another assembler.
+    # Stored check results depend on Triton's environment variables, which can select another assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -103,7 +103,6 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the relative error of each kernel, or an error message."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 
@@ -122,6 +121,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # A failed self_test.py prints an error message last, unless a signal has ended the process.
+    # The last output line of a failed check is its error message, unless a signal has ended the process.
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

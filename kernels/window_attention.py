@@ -13,14 +13,12 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
 
 Triton's backward pass computes the attention weights again in registers, so that only q, k and v are saved.
 
-In torch, consecutive segments of equal length are computed in one batched attention call without a mask. Short segments
-are first sorted by length, so that fewer attention calls are needed. A Triton program computes the attention of one
-head in one segment of at most 64 tokens. Triton pads the head dimension to a power of two, for example 80 to 128.
-Splitting a head dimension of 80 into 64 + 16 would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles
-matrix products with 64 rows and 16 or 32 columns wrongly for sm_90.
+A Triton program computes the attention of one head in one segment of at most 64 tokens. Padding a head dimension of 80
+to 64 + 16 instead of 128 would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products with
+64 rows and 16 or 32 columns wrongly for sm_90.
 
-On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. For the windows of
-eight photographs, varlen_attn takes 0.995 ms, and 128 separate calls take 38.8 ms (both passes, H200, bfloat16).
+On an H200, attention for the windows of eight photographs (forward and backward, bfloat16) takes 0.995 ms in one call
+of varlen_attn, and 38.8 ms in 128 calls of scaled_dot_product_attention.
 """
 
 import math
@@ -33,18 +31,18 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# The most tokens and the largest head dimension that fit into a Triton program's registers. On a GPU, torch computes
-# float32 inputs, because a Triton program would spill 8 KB of registers per thread.
+# The registers of a Triton program hold a segment of at most 64 tokens with head dimension 128. In float32, a thread
+# would spill 8 KB of registers, so a GPU computes float32 attention with torch.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Segments are sorted by length if an attention call would have fewer than 128 tokens on average, because a CPU sorts
-# 128 tokens in the time of one call.
+# Sorting segments by length saves attention calls. On a CPU, one attention call takes as long as sorting 128 tokens, so
+# segments are sorted if calls would have fewer than 128 tokens on average.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """The boundaries of the segments, and the order in which PyTorch computes the segments."""
+    """The boundaries of the segments, and the order in which PyTorch computes attention for them."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
@@ -137,7 +135,7 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the head that a Triton program computes, and the first token and the length of its segment."""
+    """Return the index of a Triton program's head, and the first token and the length of its segment."""
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
@@ -150,7 +148,6 @@ def _forward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, out,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute the attention of one head in one segment."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -169,7 +166,6 @@ def _backward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, grad, grad_q, grad_k, grad_v,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the queries, keys and values of one head in one segment."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -198,7 +194,7 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    # The kernels accept any strides between rows and between heads, but columns must be contiguous.
+    # The Triton kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns) = block_sizes(longest, D)
@@ -250,9 +246,9 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within each segment, with scores scaled by (head dimension)^-1/2.
 
-    Triton computes float16 and bfloat16 inputs with at most 64 tokens per segment and head dimensions up to 128.
-    Without Triton, an NVIDIA GPU computes short segments of different lengths with PyTorch's varlen_attn. All other
-    segments are computed with one attention call for each length.
+    The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment, and head dimensions up to 128. Without
+    Triton, an NVIDIA GPU uses PyTorch's varlen_attn for segments of different lengths up to 64 tokens. Without Triton
+    and varlen_attn, consecutive segments of equal length share one attention call.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_extras(module, f"the command {name}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
-        # Python flushes stdout at exit, so the closed pipe is replaced by the null device.
+        # At exit, Python flushes stdout and would raise BrokenPipeError again, so stdout becomes the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:

@@ -6,10 +6,10 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations; --section.name=value changes any of these options. The default recipe is the first existing file of
-config.yaml in the run that trained the model, minivlmrl.yaml beside the weights, and recipes/own_data.yaml with the
-prompt template {problem}. The recipe's adapter options are ignored, because the saved weights already contain the
-adapter. --model may also be the folder of an adapter.
+evaluations. The default recipe is config.yaml of the run that trained the model; else minivlmrl.yaml beside the
+weights; else recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a whole model or of an
+adapter. The recipe's section `adapter` is ignored: a whole model has its adapter merged into the weights, and an
+adapter's folder has its own options.
 """
 
 import argparse
@@ -126,7 +126,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # A recipe that was found beside a model may not run code, so training rewards are left out until they are needed.
+    # load_config rejects a recipe from a model's folder if a reward names a code file. Training rewards are therefore
+    # read only if data.eval_rewards is not set.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -146,7 +147,6 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Find config.yaml of the run that trained a model, or minivlmrl.yaml beside the weights."""
     run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
     recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)

@@ -61,8 +61,8 @@ def recipes_folder() -> Path:
 @functools.cache
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, and return the resulting module."""
-    # The path becomes the name of the module, so that pickle and inspect find the module by the same name on every
-    # rank. Dots are replaced, because Python would take the text before a dot for a package.
+    # The module is named after the path of its file, so that pickle and inspect find the module by the same name on
+    # every rank. Dots in the path are replaced, because Python would take the text before a dot for a package.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -80,8 +80,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the object that a text such as "name(option=value)" names, and a dict of the options in the text.
 
-    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl, and config/loading.py
-    relies on this colon to refuse such code.
+    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl. config/loading.py
+    refuses names with a colon in a recipe from a model's folder.
 
     Args:
         kind: the object's kind for error messages, such as "reward".
@@ -119,7 +119,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Check the names and bounds of options, and return the function with these options as keyword arguments."""
+    """Bind options to a function as keyword arguments; raise ValueError for unknown names and values out of bounds."""
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

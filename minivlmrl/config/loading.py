@@ -166,8 +166,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # In a recipe from a model's folder, a quoted text in the options is refused like code, because the text
-            # could name a URL, a file or a function.
+            # In a recipe from a model's folder, a quoted text in a function's options is refused like code, because the
+            # text could name a URL, a file or a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -184,7 +184,7 @@ class Resolver:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # Metrics are named after rewards, so the path of a reward's code file stays relative to the working directory.
+        # Metric names contain the path of a reward's file, so the path stays relative to the working directory.
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -193,7 +193,7 @@ class Resolver:
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]  # first the folder where the user wrote the path
-        # A user's copy of a built-in recipe names files in the built-in folders, such as shapes_model.json.
+        # A copy of a built-in recipe finds files such as shapes_model.json in the built-in folders.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)

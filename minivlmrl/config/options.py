@@ -1,9 +1,8 @@
 """All options of a recipe, as dataclasses: one dataclass for each section of the recipe.
 
 A recipe is a YAML file with the fields of the dataclass RunConfig. On the command line, `--grpo.beta=0.04` sets one
-option, and `python train.py --help grpo` prints the comments on the options of a section. The module
-config/validation.py rejects options that have no effect because of other options. A training stage that you write
-yourself declares its options in its own file.
+option, and `python train.py --help grpo` prints the comments on the options of a section. A training stage that you
+write yourself declares its options in its own file.
 """
 
 from collections.abc import Iterator
@@ -110,7 +109,7 @@ class VideoOptions(ImageOptions):
 class RowOptions:
     """Options for reading a file's rows."""
 
-    # folder of relative image paths; None is the folder of the data file
+    # folder in which images with relative paths are searched; None is the folder of the data file
     image_root: FilePath | None = None
     # your own function for another file format, as file.py:name. Your function converts a row of the file, a
     # dictionary, to the columns of docs/data.md
@@ -138,7 +137,7 @@ class FileOptions:
     # number of times that an epoch contains each row of the file; 0.5 takes every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
-    # folder of relative image paths in the file; None is data.image_root
+    # folder in which images with relative paths are searched; None is data.image_root
     image_root: FilePath | None = None
     # names of the rewards that score rows of the file; an empty list means all rewards of the recipe
     rewards: list[RewardName] = field(default_factory=list)
@@ -157,8 +156,8 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # training rows of single stages: {sft: rows.jsonl}
     # file of held-out rows; docs/data.md describes the columns
     eval_file: FilePath | None = None
-    # leave out training rows whose prompt has more tokens; a stage that trains on given answers, such as SFT, also
-    # counts the row's longest answer. None keeps all rows
+    # leave out training rows whose prompt has more tokens than max_prompt_tokens; None keeps all rows. In a stage that
+    # trains on given answers, such as SFT, the limit is for the prompt and the row's longest answer together
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
     # also evaluate with gray images and with the images of other rows, to measure how much answers depend on the image
@@ -172,8 +171,8 @@ class DataOptions(RowOptions):
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # coordinates of boxes in answers: pixels of the original or of the resized image, thousandths of the image size, or
-    # fractions of it (unit); None follows the convention of the model family
+    # coordinates of boxes in answers: in pixels of the original or of the resized image, in thousandths of the image
+    # size, or from 0 to 1 (unit); None follows the convention of the model family
     box_space: BoxSpace | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
@@ -213,13 +212,13 @@ class SamplingOptions:
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
     # sample only from the k most likely tokens, and from tokens that are as likely as the k-th; 0 keeps all tokens
     top_k: Annotated[int, ">= 0"] = 0
-    # sample only from the most likely tokens whose probabilities add up to this value (nucleus sampling)
+    # sample only from the most likely tokens whose probabilities add up to top_p (nucleus sampling)
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens with less than min_p times the largest probability
     # penalty for tokens that occur in the prompt or earlier in the completion: positive logits are divided by the
     # penalty, negative logits are multiplied by it
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # texts that end a completion; a completion contains its stop string, and all characters of the last token
+    # texts that end a completion. The completion keeps its stop string, and all characters of its last token
     stop_strings: list[str] = field(default_factory=list)
     # maximum number of tokens in a sampling batch: its prompts, and max_new_tokens for each completion. None samples
     # all prompts in one batch
@@ -246,7 +245,7 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """True if top_k, top_p or min_p removes tokens; training then uses the softmax over the other tokens."""
+        """True if top_k, top_p or min_p removes tokens; training then uses the softmax over the tokens that remain."""
         return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
@@ -260,7 +259,7 @@ class RolloutOptions:
     """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
     # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In 16 bits,
-    # the root mean square over all tokens may be at most a tenth of this value
+    # the root mean square over all tokens may be at most a tenth of max_logp_mismatch
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers each layer's weights in each forward pass
     gather_weights: bool = True
@@ -288,8 +287,8 @@ class ShardingOptions:
     # number of full copies of the model among all ranks; with one copy per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not once per micro-batch. This is faster, but each
-    # GPU needs memory for all weights, and for all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, not once per micro-batch, which is faster, but needs
+    # memory on each GPU for all weights, and for all gradients in float32
     once_per_step: bool = False
 
 
@@ -368,13 +367,13 @@ class GRPOOptions(TrainingOptions):
     # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens,
     # but may be split over several passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling replaces groups whose rewards are all equal by groups of other prompts, and samples at most this
-    # number of prompt batches per step; 1 disables dynamic sampling
+    # dynamic sampling replaces groups whose rewards are all equal by groups of other prompts, and samples at most
+    # max_num_gen_batches prompt batches per step; 1 disables dynamic sampling
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
-    # file.py:name. None selects rloo if loss_type is rloo, gdpo if multi_objective_aggregation is normalize_then_sum,
-    # and otherwise grpo
+    # file.py:name. None selects rloo for loss_type=rloo, gdpo for multi_objective_aggregation=normalize_then_sum, and
+    # otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # group or batch: divide advantages by the standard deviation of the rewards in the group or batch. none: do not
     # divide
@@ -453,8 +452,8 @@ class RunConfig:
 
     seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder of all files of the run
-    # names of the training stages, in order. Your own stage is file.py:Class, with its options in the section
-    # Class.stage
+    # names of the training stages, in order. Write your own stage as file.py:Class; the attribute `stage` of the class
+    # names the section with its options
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
     # CPU threads per rank; None takes the environment variable OMP_NUM_THREADS, or an equal share of the cores
@@ -526,8 +525,8 @@ class RunConfig:
     def eval_rewards(self) -> list[RewardName]:
         """The rewards in evaluations: data.eval_rewards or, by default, the training rewards.
 
-        Evaluations list the training rewards by weight, the largest first, and rewards for the format last. The reward
-        `reward_model` is left out of evaluations, because a reward model can only score training rows. If
+        Evaluations list the training rewards by weight, the largest first, and rewards for the format last. Evaluations
+        leave out the reward `reward_model`, because only a trainer computes the scores of a reward model. If
         `reward_model` is the only training reward, evaluations use the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:

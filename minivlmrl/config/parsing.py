@@ -98,7 +98,7 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check a value of a recipe against a type hint, and return the converted value."""
+    """Check a value against a type hint, and convert it; errors name the value as `name`, such as "grpo.beta"."""
     return Reader(json).read(hint, value, name)
 
 
@@ -127,7 +127,6 @@ class Reader:
         self.dashes = dashes
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Check and convert a value of a recipe; `name` is the field's path in error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             # A section of options may already be a dataclass instead of a dict.
@@ -141,7 +140,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # The type of a literal is compared, too, because 1 == True in Python.
+            # Literal[1] must reject True, although 1 == True in Python, so types are compared, too.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))
@@ -224,7 +223,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Let the caller replace a text that names a file or code."""
+        """Replace a text that names a file or code by the result of self.change_text."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
@@ -320,7 +319,7 @@ def type_text(hint: TypeHint) -> str:
 
 
 def within_bounds(number: float, bounds: str) -> bool:
-    """Return True if a number is within bounds such as ">= 1", "(0, 1]" or "(0, inf]; .inf does not clip"."""
+    """Return True if a number is within bounds such as ">= 1" or "(0, 1]"; text after a semicolon is ignored."""
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"

@@ -18,9 +18,9 @@ class Overtime(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
-    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. The time limit
-    has no effect on Windows, outside the main thread, in code that replaces SIGALRM's handler, or in C code that never
-    returns.
+    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. time_limit has
+    no effect on Windows or outside the main thread. Code that replaces the handler of SIGALRM, and C code that never
+    returns, is not interrupted.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -38,7 +38,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # Overtime may interrupt the first call that stops the timer, so the timer is stopped twice.
+        # The exception Overtime may have interrupted the first call of setitimer, so the timer is stopped again.
         signal.setitimer(signal.ITIMER_REAL, 0)
         # signal.signal returns None for a handler that C code has installed, but does not accept None as a handler.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
