@@ -408,6 +408,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "no token is in the loss": lambda s: 0 * s.x,
         "the last token is not trained on": lambda s: s.x * shifted(s.x, -1),
         "the first token is not trained on": lambda s: s.x * shifted(s.x, 1),
+        "the last column of the batch is not trained on": lambda s: shifted(shifted(s.x, 1), -1),
         "one token before the completion is counted, too": lambda s: torch.maximum(s.x, shifted(s.x, -1)),
         "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
         "only the last token is counted": lambda s: s.x * (1 - shifted(s.x, -1)),

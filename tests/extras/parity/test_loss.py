@@ -313,6 +313,8 @@ UNSEEN = {
 UNSEEN |= {
     "the old policy is the reference's": (changed(old=lambda q: q.batch["ref_per_token_logps"]), KL,
         "the old policy is the reference"),
+    "the last column is cut": (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])),
+        WHOLE | {"beta": 0.1}, "the last column of the batch"),
     "ratio without exp": (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
     "mean over each column": (changed(loss=lambda q: row_mean(q.terms.T, q.mask.T)), PLAIN, "the rows of each column"),
     "GSPO with the mean of ratios": (
