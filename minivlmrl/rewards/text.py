@@ -9,7 +9,7 @@ A reward may return None for a completion that it cannot score. A completion wit
 of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
 rewards/registry.py lists all rewards.
 
-A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion.
+A reward function may explain its rewards: log_extra("why", reasons), with one text or None per completion.
 """
 
 import re
@@ -84,9 +84,7 @@ def accuracy(
 
 
 def solution_text(solution: Any) -> str:
-    """Convert a solution to a text; a missing solution becomes "".
-
-    The solution 2.0 becomes "2", and the solution [1, 2] becomes "[1, 2]".
+    """Convert a solution to a text: 2.0 -> "2", [1, 2] -> "[1, 2]", None -> "".
 
     Raises:
         ValueError: the solution is an object, or a list with other elements than numbers.

@@ -1,8 +1,8 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes the rows of the sharded tensors that it stores. The number of ranks may change between saving and
-loading, because each rank reads only the rows that it needs. For example, the tensor "128:policy.model.norm.weight" in
-a safetensors file has rows of the weight policy.model.norm.weight, from row 128 on.
+Each rank writes the rows of the sharded tensors that it stores. A checkpoint saved by two ranks can be loaded by four,
+because each rank reads the rows that it stores from the files of all ranks. The key "128:policy.model.norm.weight" in a
+safetensors file means: rows of policy.model.norm.weight, from row 128 on.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,7 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # bytes per block in sampled_blocks
-# Approximate size of a checkpoint file in bytes; GPU tensors are copied to host memory for one file at a time.
-FILE_SIZE = 2**30
+FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in host memory
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
@@ -38,7 +37,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor, and the index of the first row; a scalar counts as one row."""
+    """Return the rows of a tensor that this rank stores, and the index of the first of these rows."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -46,7 +45,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows of a tensor to a checkpoint."""
+    """Return True if this rank writes a tensor; if several ranks hold the same rows, only one of them writes."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0

@@ -5,9 +5,9 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
-A checkpoint contains no completions, because it is saved only after the last optimizer step on a rollout. A checkpoint
-contains no state of a random generator, because each random generator is seeded anew from the run's seed and the
-current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
+A checkpoint contains no completions, because a run saves checkpoints only after the last optimizer step on a rollout. A
+checkpoint contains no state of a random generator, because each random generator is seeded anew from the run's seed and
+the current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
 """
 
 import re
@@ -45,7 +45,7 @@ COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that change how many rows of the dataset are in a batch
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# names under which run.json stores a hash of the adapter's base weights and a hash of the data file
+# keys of hashes in run.json: of an adapter's base weights, and of the data file
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
@@ -53,7 +53,7 @@ ROWS = "rows of data.train_file"
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return the recipe's options, such as {"grpo.beta": 0.04}, which a resumed run compares with its own options.
 
-    The options include the number of threads, a hash of data.train_file and, for adapters, a hash of the base weights.
+    The dictionary also has the number of threads, a hash of the data file and, for adapters, one of the base weights.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -74,7 +74,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with the weights and the optimizer moments that a checkpoint saves."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # The frozen base weights of adapters are not saved, because setup loads or initialises them again.
+    # Base weights of adapters are not saved, because a resumed run loads or initialises the base weights again.
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -167,7 +167,7 @@ class CheckpointManager:
             if progress.steps and self.stage:  # a stage has begun since the resume
                 # All ranks raise RewardFailed and Preempted together, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
-                # An unreadable row stops one rank only, but a checkpoint needs all ranks.
+                # An unreadable row raises an error on one rank only, but all ranks together must save a checkpoint.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
                 if self.can_save and is_between:
@@ -209,7 +209,7 @@ class CheckpointManager:
         rows, or if the base weights of an adapter have changed.
         """
         stage = self.config.stage_names[progress.stage]
-        # A user who sets the option `resume` to a checkpoint's folder accepts that the training rows have changed.
+        # The training rows may have changed with --resume=FOLDER, but not with --resume=auto.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -262,7 +262,7 @@ class CheckpointManager:
                 read_into(tensor, name, pieces[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that the option `resume` selects, if any, and delete all newer checkpoints of the run."""
+        """Read the checkpoint that the option `resume` selects, and delete all newer checkpoints of the run."""
         resume = self.config.resume
         # Rank 0 lists the checkpoints for all ranks, because a shared file system may show other ranks an old list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
@@ -280,7 +280,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # A run that resumes another run's checkpoint must still save a checkpoint in its own folder.
+        # Only a checkpoint in the run's own folder counts as saved, not one that another run has saved.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

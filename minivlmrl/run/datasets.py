@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# columns of a data file that each kind of training rows needs besides the prompt
+# {kind of training rows: columns that a data file needs besides the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -90,7 +90,7 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # An evaluation compares log-probabilities of pairs if all stages train on pairs; otherwise it samples answers.
+        # If all stages train on pairs, the evaluation needs pairs, too, because no answers are sampled.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)

@@ -31,10 +31,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    The ending of a metric's name says how answers were sampled: _sampled at temperature 1, or _greedy with the most
-    likely tokens. With the option data.eval_without_images, a metric that ends with _gray_image is measured with gray
-    images, and a metric that ends with _swapped_image with the images of another row. The mean of a reward leaves out
-    rows for which the reward function returned None.
+    For the reward `accuracy`, eval/accuracy_sampled is measured on answers sampled at temperature 1, and
+    eval/accuracy_greedy on answers of the most likely tokens. The option data.eval_without_images adds
+    eval/accuracy_gray_image, measured with gray images, and eval/accuracy_swapped_image, measured with the images of
+    another row. The mean of a reward leaves out rows for which the reward function returned None.
     """
     rewards = held_out_rewards(config)
     # An evaluation ignores sampling.top_p and sampling.repetition_penalty, so that all runs are comparable.
@@ -49,14 +49,14 @@ def evaluate(
         parts = generate_for_rows(
             sample, rows, 1, rewards, "evaluation", lambda _row, _completions, scores: scores[0], images
         )
-        scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, K): each row's K rewards
+        scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, reward functions)
         means[name] = scores.nanmean(0).tolist()
     values = metrics_by_name(rewards, means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return the sampling options of an evaluation, which uses the built-in sampler and small batches."""
+    """Return the sampling options for an evaluation: the built-in sampler, and batches of at most 16,384 tokens."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
@@ -100,7 +100,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# functions that return other images for a row; the key is the ending of a metric's name
+# {ending of a metric's name: function that replaces the images of a row}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -119,13 +119,13 @@ def generate_for_rows(
 
     Args:
         key: first part of the key that seeds the sampling for a row; the row's index is the second part.
-        describe: function (row, completions, rewards) that returns a row's result; `rewards` has K numbers for each
-            completion.
+        describe: function (row, completions, rewards) that returns a row's result; `rewards` has a list of numbers for
+            each completion.
         images: function from IMAGE_ABLATIONS that replaces each row's images, or None.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # A reward gets None for each column that a held-out row lacks.
+    # If a held-out row lacks a column, reward functions get None as the column's value.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -153,7 +153,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Sample `count` completions for each row; return their K rewards, (rows * count, K), and the completions."""
+    """Sample `count` completions for each row; return the rewards, (rows * count, functions), and the completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])

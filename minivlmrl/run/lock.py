@@ -32,7 +32,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                     "choose another folder."
                 ) from error
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # other runs are not detected there
+                if error.errno not in NO_LOCKS:  # without locks, other runs are not detected
                     raise
             if world.size == 1:
                 return ""

@@ -130,7 +130,8 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # A checkpoint is saved before the evaluation, so that a run killed in the evaluation repeats no step.
+            # Each step's checkpoint is saved before an evaluation, so a run killed during an evaluation repeats no
+            # step.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -180,7 +181,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     """Add up the gradients of a step's micro-batches, and return the metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
-    # If only the vision tower is trained, micro-batches without images have no gradient.
+    # If only the vision tower is trained, a micro-batch without images needs no backward pass.
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:

@@ -35,9 +35,9 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# The loss of a step is the sum over its micro-batches, logp_mismatch is the maximum, and other metrics are means.
+# How a step's metrics are computed from the metrics of its micro-batches; metrics not listed are averaged.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# metrics of a micro-batch or a rank, and the number of tokens or pairs that have been averaged
+# (metrics, number of tokens or pairs over which the metrics are means)
 Means = tuple[dict[str, float], float]
 
 
@@ -69,7 +69,7 @@ class MetricsLog(ExitStack):
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers; the x-axis is the number of optimizer steps over all stages."""
+        """Send metrics to the trackers, with the number of optimizer steps over all stages."""
         for log in self.trackers:
             log(values, self.steps)
 
@@ -87,13 +87,13 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # The phase timer is reset, so that the times of the first step exclude all work before the step.
+        # Times of earlier phases are discarded, so that the first step's times do not contain the memory check.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
 
     def mark(self):
-        """Remember how many lines each log file has after a step, for the next checkpoint."""
+        """Store the number of lines in each log file, which the next checkpoint saves."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
@@ -102,9 +102,9 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Write the log files to disk, and return {log file: number of lines after the last step} for a checkpoint.
+        """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        A resumed run repeats an evaluation after the last step, so the lines of the evaluation are not counted.
+        An evaluation after the last optimizer step is not counted, because a resumed run repeats the evaluation.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -141,10 +141,7 @@ class MetricsLog(ExitStack):
         tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the progress bar; if stderr is not a terminal, print a line per step instead.
-
-        A notebook prints only every tenth step, because it keeps all printed lines.
-        """
+        """Advance the progress bar; if stderr is not a terminal, print a line per step instead."""
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
@@ -154,7 +151,7 @@ class MetricsLog(ExitStack):
         shown = dict(zip(names, shown.values(), strict=True))
         self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
         self.bar.update()
-        print_every = 10 if "ipykernel" in sys.modules else 1
+        print_every = 10 if "ipykernel" in sys.modules else 1  # because a notebook keeps all printed lines
         if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
@@ -195,7 +192,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     """Create a log file with the lines from before the resumed checkpoint, if any, and return the number of lines."""
-    # If the checkpoint does not list a log file, the file keeps all its lines.
+    # A log file that the checkpoint does not list keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -232,8 +229,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, the sampler's and the trainer's log-probabilities of a token may differ by at most
-    rollout.max_logp_mismatch nats. In bfloat16, single tokens have large rounding errors, so the root mean square of
-    the differences is compared with a tenth of rollout.max_logp_mismatch.
+    rollout.max_logp_mismatch nats. In bfloat16, single tokens have large rounding errors, so the limit is a tenth of
+    rollout.max_logp_mismatch for the root mean square over tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -317,6 +314,6 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Import a tracker: a function of (config, steps, closing) that returns the function log(values, steps)."""
+    """Import the tracker that the option report_to names, such as wandb."""
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))

@@ -18,7 +18,7 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build torch.optim.AdamW with the fused implementation, which PyTorch lacks on the meta device."""
+    """Build PyTorch's AdamW, with the fused implementation on all devices except the meta device."""
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
-    # The optimizer must be built on FSDP's shards, so weights that a forward pass has gathered are freed first.
+    # FSDP may still hold full weights from a forward pass, but the optimizer must be built on the shards.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -42,8 +42,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer's state by a step with gradients of 0.
 
-    Weight decay changes the weights even if all gradients are 0, so a checkpoint's weights must be loaded after the
-    step.
+    Weights must be loaded from a checkpoint after this step, because weight decay changes them despite gradients of 0.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -52,7 +51,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Take an optimizer step on two 2 x 2 weights, so that a broken optimizer fails before the model is loaded."""
+    """Test the recipe's optimizer on two small weights, before the model is loaded."""
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = make_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)
@@ -73,11 +72,8 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Sum the gradients over all ranks, clip them, and return their norm before clipping.
-
-    FSDP has already summed the gradients of a sharded model.
-    """
-    if not is_sharded(model):
+    """Sum the gradients over all ranks, clip them, and return their norm before clipping."""
+    if not is_sharded(model):  # FSDP has already summed the gradients of a sharded model
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     return gather_full_tensor(norm).item()
@@ -86,10 +82,11 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 def learning_rate(step: int, config: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
-    In the warmup, the learning rate rises linearly. Step 0 has the learning rate of TRL's step 1, because TRL's step 0
-    has a learning rate of 0. After the warmup, the learning rate decays to min_lr_ratio * learning_rate at max_steps.
-    Example: a linear schedule with learning_rate 1, warmup_steps 2 and max_steps 6 has the rates 0.5, 1, 1, 0.75, 0.5
-    and 0.25.
+    The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
+    The schedule is TRL's without TRL's first step, which has a learning rate of 0.
+
+    Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
+    the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -12,7 +12,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phases of a run that do not process the rows of the current optimizer step
+# phases outside of optimizer steps
 OTHER_PHASES = "load", "save", "evaluation"
 
 
@@ -80,7 +80,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# options that lower the memory of each phase, the most effective option first
+# {phase of a run: options that lower its memory, the most effective option first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),

@@ -71,7 +71,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Raise ValueError if no answer can equal the solution of a row, checked in evenly spaced rows of each dataset."""
+    """Raise ValueError if a row has a solution that no answer can equal."""
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
         rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
@@ -116,7 +116,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # An evaluation never samples with vLLM, so the limit of vLLM holds for training rows only.
+        # Evaluations use the built-in sampler, so the token limit of vLLM holds for training rows only.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -170,7 +170,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """Print the text, such as <think>, with which the chat template of a reasoning model begins each answer."""
+    """Print the text that a reasoning model's chat template puts at the beginning of each answer, such as <think>."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
@@ -212,10 +212,7 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding.
-
-    A 16-bit weight keeps its value if an update is smaller than half the distance to the next 16-bit number.
-    """
+    """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding."""
     dtype = DTYPES[config.model.dtype]
     # Adapters are trained in float32, and adamw_8bit uses Kahan summation, so neither loses small updates.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r

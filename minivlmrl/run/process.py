@@ -38,7 +38,7 @@ def lost_ranks(error: RuntimeError) -> str:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # torchrun shows the first error that a rank reports, so this rank waits for the error of the rank that failed.
+        # torchrun shows only the first reported error, so a rank that lost another rank reports three seconds later.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"

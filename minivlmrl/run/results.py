@@ -53,8 +53,9 @@ def check_output_dir(config: RunConfig):
 class Results:
     """Evaluate a run and write its results.
 
-    The TrainerState `progress` collects the metrics of evaluations before, between and after the stages. `held_out` is
-    None if there are no held-out rows; the model is then not evaluated.
+    Args:
+        held_out: rows for evaluations, or None for a run without evaluations.
+        progress: stores the metrics of each evaluation.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)
-        # The printed table has no column for the loss on held-out rows, because only some stages compute the loss.
+        # The loss on held-out rows is left out of the printed table, because only some stages compute a loss.
         values.pop("eval/loss", None)
         return values
 
@@ -156,7 +157,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # By default, the printed table has the accuracy of guessing only if the first reward is `accuracy`.
+            # The accuracy of guessing is not comparable with a training reward other than `accuracy`.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
@@ -186,7 +187,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The accuracy of guessing stands in the columns for sampled and for greedy answers.
+        # The first two columns are the accuracies of sampled and of greedy answers.
         first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -54,9 +54,7 @@ class LogLine:
 
 
 class CompletionsLog:
-    """Log the completions of every N-th optimizer step, where N is the option log_completions.
-
-    Only rank 0 writes files.
+    """Log the completions of every N-th optimizer step on rank 0, where N is the option log_completions.
 
     Args:
         write: function that appends a line to completions.jsonl.
@@ -142,7 +140,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # Samples that no rank trains on are logged with the advantage 0.
+        # Samples with an advantage of 0 may be in no micro-batch.
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)
@@ -203,10 +201,10 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
-    """Find the bounding boxes in a text, and convert them to fractions of the image's width and height.
+    """Find the bounding boxes [x1, y1, x2, y2] in a text, in fractions of the image's width and height.
 
     Args:
-        extent: width and height of the image in the boxes' units. If it is None, the result is an empty list.
+        extent: width and height of the image in the boxes' units; None returns an empty list.
     """
     if extent is None:
         return []
@@ -216,11 +214,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield the text of each token of a completion, and the token's log-probability in nats.
-
-    If a character consists of several tokens, the last token has the character, and the other tokens have no text. The
-    beginning of an answer that the chat template writes, such as <think>, has None as its log-probability.
-    """
+    """Yield the text of each token of a completion, and the token's log-probability in nats."""
     if processor.template and processor.template.opened:
         yield processor.template.opened, None
     stream = DecodeStream(skip_special_tokens=False)
@@ -229,5 +223,5 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""
+        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" if a character needs further tokens
         yield text, round(logp, 4) if by_policy else None

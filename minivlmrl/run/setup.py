@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # The option max_epochs may lower a stage's max_steps; config.yaml then has the lower number.
+        # max_epochs may end a stage before max_steps; config.yaml is written later, with the smaller number of steps.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -170,10 +170,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return a copy of the processor with the data options of the recipe, and with the tools of the environment.
-
-    Options that inference needs are saved with the model, as a file of the processor.
-    """
+    """Return a copy of the processor with the data options of the recipe, and with the tools of the environment."""
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
@@ -250,7 +247,7 @@ def fit_rows(
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Return {stage: number of steps}: max_steps, or fewer if max_epochs ends the stage earlier."""
+    """Return the number of optimizer steps of each stage, which max_steps and max_epochs limit."""
     lengths = {}
     for stage in config.stage_names:
         section = getattr(config, stage)

@@ -11,8 +11,7 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-# exit code of a run that a signal has stopped and that can be resumed: EX_TEMPFAIL in sysexits.h
-PREEMPTED = 75
+PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a new try may mend
 # Signals within five seconds count as one, because a scheduler and torchrun may both send the signal to a rank.
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
@@ -36,7 +35,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # A run cannot stop between two updates on the same rollout, because a checkpoint contains no rollout.
+        # A run stops only after the last update on a rollout, because checkpoints do not contain the rollout.
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":

@@ -1,4 +1,4 @@
-"""The progress of a run, which a checkpoint stores as run.json beside its tensors."""
+"""The progress of a run, which rank 0 saves in the file run.json of each checkpoint."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,6 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """The progress of a run, which rank 0 saves in run.json."""
-
     seed: int  # run seed
     stages: list[str]  # the recipe's stages, in order
     stage: Annotated[int, ">= 0"] = 0  # the current stage's index
@@ -21,7 +19,7 @@ class TrainerState:
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
     draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
     rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
-    # metrics of the evaluations, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
+    # metrics of each evaluation, for example after the stage sft: {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
     seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
@@ -37,7 +35,7 @@ class TrainerState:
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the dataset has more or fewer rows than at the checkpoint, and thus another order."""
+        """Raise ValueError if the number of rows has changed since the checkpoint, because their order changes, too."""
         if self.rows not in (0, rows):
             raise ValueError(
                 f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "

@@ -24,7 +24,7 @@ class Task:
     chance_name: str  # label for that accuracy in tables
 
 
-# Tasks by name; a user's script may add a Task, or a text "module:NAME" that says where the Task is defined.
+# {task name: Task, or a text "module:NAME" that says where the Task is defined}; scripts may add entries.
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 

@@ -3,8 +3,8 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so that SFT mainly teaches the format of answers, and reinforcement
-learning teaches the correct answers.
+Half of the demonstrations have a random label, so that SFT leaves most of the correct answers to reinforcement
+learning.
 """
 
 import random
@@ -62,7 +62,6 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # A separate random generator makes the rejected answer, so that images do not depend on rejected answers.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
@@ -73,7 +72,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: a wrong colour, a wrong shape, an answer unlike the thought, or missing characters.
+    """Make a rejected answer: a wrong colour, a wrong shape, different colours in thought and answer, or missing text.
 
     GRPO exploits a reward model that has seen only wrong labels, see docs/results.md.
     """

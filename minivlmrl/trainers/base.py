@@ -29,10 +29,7 @@ from minivlmrl.trainers.phase_timer import PhaseTimer
 
 @dataclass
 class MicroBatch:
-    """Prompts and completions of one forward and backward pass, packed into one sequence.
-
-    An optimizer step adds up the gradients from one or more micro-batches.
-    """
+    """Prompts and completions of one forward and backward pass, packed into one sequence."""
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for each completion token that is trained on, else 0
@@ -74,7 +71,7 @@ class SampledBatch(MicroBatch):
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return each sample's advantage for completions.jsonl; 0 if the loss uses no advantages."""
+        """Return the advantage of each sample for the log, or 0 for a loss without advantages."""
         return [0.0] * len(self.samples)
 
 
@@ -94,7 +91,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from rows, prompts, completions of each prompt, and rewards: (completions, functions)."""
+        """Build a rollout from rows, prompts, completions and their rewards: (completions, reward functions)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -128,9 +125,9 @@ class Step:
 class Trainer:
     """Base class for all training stages, which are run by the training loop in run/loop.py.
 
-    A subclass of Trainer defines the method `steps`, which yields optimizer steps, and the method `loss`, which returns
-    the loss of a micro-batch. The losses of micro-batches are added up, so each loss is divided by the number of tokens
-    or completions in the whole optimizer step.
+    A subclass defines the methods `steps`, which yields optimizer steps, and `loss`, which returns a micro-batch's
+    loss. The losses of micro-batches are added up, so each loss is divided by the number of tokens or completions in
+    the whole optimizer step.
 
     Args:
         run: the whole recipe, in which a section with the stage's name has the stage's options.
@@ -158,7 +155,7 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # An earlier stage may have frozen parameters that the new stage trains.
+        # An earlier stage may have set requires_grad to False for parameters that the new stage trains.
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
@@ -176,11 +173,11 @@ class Trainer:
         return False
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        """Yield the optimizer steps of a stage; each batch of rows gives one or more steps."""
+        """Yield the optimizer steps of a stage, one or more for each batch of rows."""
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack rows into micro-batches of the largest possible size, to test whether a step fits in memory."""
+        """Return the largest micro-batches that these rows can have, to test whether a step fits in memory."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

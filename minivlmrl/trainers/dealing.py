@@ -36,7 +36,7 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Read each group's row from the dataset, and return the samples of each group; all ranks must do so together."""
+    """Read each group's row from the dataset, and return its samples; all ranks must call this function together."""
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
     trainer.world.wait()  # for a rank that reads its images slowly
     opened = []
@@ -79,12 +79,14 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In the first round, each rank gets one of the longest groups; in the next round, one of the next longest groups, and
-    so on. In each round, the rank that has the fewest tokens gets the longest group. The ranks of a sharded model wait
-    for each other in every layer, so all ranks should process groups of similar length at the same time.
+    The longest groups are assigned first, one to each rank, then the next longest, and so on. Each time, the rank that
+    has the fewest tokens so far gets the longest group. The ranks of a sharded model wait for each other in every
+    layer, so all ranks should process groups of similar length at the same time.
 
-    Example: if rank 0 has groups with 9, 5 and 1 tokens, and rank 1 has groups with 8, 7 and 2 tokens, then rank 0 gets
-    the groups with 9, 5 and 2 tokens, and rank 1 gets the groups with 8, 7 and 1 tokens.
+    Example: the numbers of tokens in each rank's groups
+        before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
+        after     rank 0: 9, 5, 2    rank 1: 8, 7, 1
+
 
     Args:
         lengths: for each rank, the lengths of its groups.
@@ -92,7 +94,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # The sort is stable, so that each rank keeps its own groups if all groups have equally many tokens.
+    # If all groups are equally long, each rank keeps its own groups, because the sort is stable.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

@@ -21,7 +21,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # The loss `sft` is a mean over the tokens of the chosen answers, which have even indices.
+    # The SFT loss, which DPO can add, is averaged over the tokens of chosen answers, which have even indices.
     counted_rows = slice(0, None, 2)
 
     @staticmethod

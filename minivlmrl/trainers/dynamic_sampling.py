@@ -21,7 +21,7 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample completions until enough groups have different rewards, and build a rollout from these groups.
 
-    After max_num_batches batches of rows, groups with equal rewards fill the rest of the rollout.
+    If too few groups differ after max_num_batches batches of rows, groups with equal rewards fill the rollout.
 
     Args:
         rows: the first batch.
@@ -44,17 +44,17 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather the groups of all ranks in the order of sampling, each with True if the group's rewards differ."""
+    """Return [(group, True if its rewards differ), ...] for the groups of all ranks, in the order of sampling."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # The key of a row, such as "0/grpo/3/17", ends with the row's position in the order of sampling.
+    # A row's key, such as "0/grpo/3/17", ends with the row's place in the order of sampling, 17.
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups, and prefer groups whose rewards differ."""
+    """Build a rollout from `count` groups: groups with different rewards, and others only if these are too few."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.steps_per_rollout
     local = []  # this rank's groups, one optimizer step after the other

@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select the options of a recipe section, and the values in `others`, that the losses have as parameters."""
+    """Return the options of a recipe section, and the values in `others`, that loss functions accept as arguments."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
@@ -34,7 +34,7 @@ def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function that a text such as "file.py:name(option=value)" names, with the options bound."""
+    """Import the function that a text such as "file.py:name(option=2)" names, and set the argument option to 2."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():
@@ -68,7 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    # The importance ratios of the tokens are from 0.1 to 10, so that options for clipping change the loss.
+    # The invented importance ratios are from 0.1 to 10, so that a change of a clipping option changes the loss.
     old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
@@ -87,9 +87,9 @@ def try_loss(loss: Callable, config: GRPOOptions):
 
 
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
-    """Call a custom loss for two completions, and return the loss and its gradient for the log-probabilities."""
+    """Call a custom loss for two completions; return the loss, and its gradient for the log-probabilities."""
     logps = logps.clone().requires_grad_()
-    # The invented reference log-probabilities depend on beta, so that beta changes each loss that uses a reference.
+    # The invented reference log-probabilities contain beta, so that beta changes each loss that uses a reference model.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
@@ -126,7 +126,7 @@ def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, reward
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Call a custom advantage function for two groups, one with different rewards and one with equal rewards."""
+    """Test a custom advantage function on two groups, one with different rewards and one with equal rewards."""
     totals = torch.arange(2.0 * config.num_generations).clamp(max=config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}

@@ -91,7 +91,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return what dynamic sampling compares: all rewards, (samples, rewards), or weighted sums, (samples, 1)."""
+        """Return the rewards for dynamic sampling: all rewards, (samples, rewards), or weighted sums, (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -126,7 +126,7 @@ class GRPOTrainer(RolloutTrainer):
         # 3. Pack the samples into micro-batches, and compute the log-probabilities of their tokens.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. For RLOO, subtract the KL penalty from the rewards, and compute the advantages again.
+            # 4. RLOO subtracts a KL penalty from the rewards, and computes the advantages again.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
@@ -160,10 +160,10 @@ class GRPOTrainer(RolloutTrainer):
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of an optimizer step, given its groups and the advantages of all ranks' samples."""
+        """Exchange the groups of an optimizer step between ranks, and pack this rank's micro-batches."""
         config = self.config
         normalizer = self.count_tokens(groups)
-        # 1. Exchange groups between ranks, so that all ranks train on about equally many tokens, and pack the samples.
+        # 1. Exchange groups between ranks to balance the number of tokens, and pack the samples.
         groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         # 2. Compute log-probabilities and entropies with the policy before its update.
@@ -173,7 +173,7 @@ class GRPOTrainer(RolloutTrainer):
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the lowest entropy of a token to train on, from the entropies of all ranks.
+        # 3. To train only on tokens with high entropy, compute the entropy threshold over the tokens of all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
@@ -181,7 +181,7 @@ class GRPOTrainer(RolloutTrainer):
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
-        # 4. Compute the importance ratios, and build each micro-batch.
+        # 4. Compute the ratios of the trainer's to the sampler's probabilities, and build each GRPOBatch.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
@@ -205,7 +205,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if a sample with an advantage of 0 can change the gradient, for example by its KL."""
+        """Return True if samples with an advantage of 0 can change the gradient, for example by the KL penalty."""
         config = self.config
         is_regularized = config.beta or config.entropy_coef or config.top_entropy_quantile < 1
         return bool(is_regularized or config.loss_type == "bnpo" or self.loss_function is not grpo_loss)
@@ -224,13 +224,13 @@ class GRPOTrainer(RolloutTrainer):
         return sample.completion.stopped or not self.config.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate the KL of all ranks' samples from the reference model with the estimator k1, in nats."""
+        """Estimate each sample's KL from the reference model (estimator k1, in nats), on all ranks: (samples,)."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # Samples may have moved to other ranks, so the KL estimates of all ranks are sorted by sample index.
+        # The exchange between ranks changed the order of samples, so the KL estimates are sorted by sample index.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -241,7 +241,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        # A custom loss function gets all options of grpo_loss, and further options that its parameters name.
+        # A custom loss function gets the options of grpo_loss, and other options of the section grpo that it accepts.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward

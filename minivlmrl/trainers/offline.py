@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """A micro-batch of given answers; pairs are in the order chosen, rejected, chosen, rejected, ..."""
+    """A micro-batch of given answers; the answers of pairs alternate: chosen, rejected, chosen, rejected, ..."""
 
     @property
     def weight(self) -> float:
@@ -44,7 +44,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    counted_rows = slice(None)  # answers whose tokens are counted; the loss is divided by their number
+    counted_rows = slice(None)  # answers whose tokens are counted, to divide the loss by the number of tokens
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -74,7 +74,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Find the rows in which no answer is missing, and return their indices on all ranks."""
+        """Return the indices of all rows without a missing answer; each rank reads a part of the rows."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -84,10 +84,9 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the complete rows, in which no answer is missing, equally among the ranks.
+        """Split the rows without a missing answer equally among the ranks.
 
-        The last rows of a rank may repeat rows of other ranks, because all ranks must run a sharded model equally
-        often.
+        A rank with fewer rows repeats a row of another rank: all ranks must run a sharded model equally often.
 
         Returns:
             The indices of this rank's rows, and how many of these rows are not repeated.

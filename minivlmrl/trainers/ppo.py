@@ -112,7 +112,7 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack the micro-batches of an optimizer step, with advantages that GAE computes from all samples' scores."""
+        """Pack this rank's micro-batches of an optimizer step, and compute advantages and returns with GAE."""
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []

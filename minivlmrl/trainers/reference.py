@@ -20,7 +20,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 
-# fields of ModelConfig that policy and reference must have in common, because both get the same token ids and patches
+# fields of ModelConfig that must be equal in the policy and the reference model, because both get the same inputs
 MATCHING_FIELDS = [
     "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
     "vision_config.tokens_per_second",
@@ -59,7 +59,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # The policy is stored in a list, so that the policy is not registered as a submodule.
+        # The list keeps nn.Module from registering the policy as a submodule.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -70,11 +70,11 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap the values of the copies and the model's parameters; reshard an FSDP model before the swap."""
-        # Autograd does not notice changes of parameter.data, so values are swapped back before a backward pass.
+        """Swap values between the copies and the model's parameters; an FSDP model must be resharded before."""
+        # Values must be swapped back before a backward pass, because autograd ignores changes of parameter.data.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Two tensors are swapped without a copy, so that memory cannot run out halfway through the parameters.
+                # Two tensors are exchanged without copying values, so memory cannot run out between two parameters.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()

@@ -5,9 +5,10 @@
          -> micro-batches of samples                              split
          -> packed micro-batches                                  pack
 
-In shapes, B is the number of prompts on this rank, n = B * G the number of samples, in the order of their prompts, and
-K the number of reward functions. R is the number of samples in a micro-batch, T the number of tokens in its longest
-completion, and M the number of all its completion tokens.
+Sizes in shapes:
+
+    this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
+    micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
 GRPOTrainer and PPOTrainer define the methods `prepare`, which packs the micro-batches of each optimizer step, and
 `loss`, which computes the loss of a micro-batch.
@@ -53,7 +54,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    A subclass needs a recipe section with num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    The section of a subclass must have the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True
@@ -61,7 +62,7 @@ class RolloutTrainer(Trainer):
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot use the recipe's rewards or its options in the section `sampling`."""
+        """Raise ValueError if the stage cannot train with the recipe's rewards, or with its options for sampling."""
         if run.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, so all completions of a group would be equal; "
@@ -93,18 +94,18 @@ class RolloutTrainer(Trainer):
             self.reward_model = reward_models().RewardModelScores(run, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if all models of the stage share one frozen vision tower."""
+        """Return True if all models of the stage share one frozen vision tower, which processes each image once."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Compute a rollout's metrics, and pack micro-batches for each optimizer step, whose groups are in `parts`."""
+        """Compute a rollout's metrics, and pack micro-batches; each of `parts` has the groups of an optimizer step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
 
-        Example: with 32 prompts, steps_per_rollout 4 and passes_per_rollout 2, eight steps train on 8 prompts each.
+        Example: for steps_per_rollout 4 and passes_per_rollout 2, each of two passes over 32 prompts has four steps.
         """
         self.batches = batches
         for rows in batches:
@@ -118,16 +119,13 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # A rank may train on rows for which another rank has sampled completions.
+                # Groups move between ranks, so a rank may train on other rows than it has sampled completions for.
                 self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
-
-        The invented rewards alternate between 0 and 1, because training may leave out groups with equal rewards.
-        """
+        """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory."""
         if samples_trajectories(self.run.sampling):
             return ()
         length = self.run.sampling.max_new_tokens
@@ -135,6 +133,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.config.num_generations for completion in longest]
         num_samples = len(rows) * self.config.num_generations
+        # The invented rewards alternate between 0 and 1, because training may leave out groups with equal rewards.
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -170,7 +169,7 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute a rollout's metrics from all ranks' rewards and their weighted sums; add the metrics `others`."""
+        """Compute metrics of the rewards and completions of all ranks, and add the metrics in `others`."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
@@ -195,10 +194,7 @@ class RolloutTrainer(Trainer):
         return deal(self, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
-        """Split an optimizer step's samples into micro-batches.
-
-        A micro-batch has the samples of micro_batch_size prompts, or fewer if max_tokens_per_micro_batch is set.
-        """
+        """Split samples into micro-batches of micro_batch_size prompts or of max_tokens_per_micro_batch tokens."""
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch
         if max_tokens is None:
@@ -211,7 +207,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return True if the tokens of a sample are trained on."""
+        """Return True if the loss includes the sample's completion."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
@@ -249,7 +245,7 @@ class RolloutTrainer(Trainer):
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and how much the log-probabilities of the trainer and the sampler differ, in nats.
+        """Compute the mean entropy, and the differences between trainer and sampler log-probabilities, in nats.
 
         Args:
             old_logps: (R, T) log-probabilities that the trainer computed for the policy before its update.

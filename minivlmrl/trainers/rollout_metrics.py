@@ -12,7 +12,7 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean and the standard deviation of each reward, and the mean of their weighted sum.
+    """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums of rewards.
 
     Args:
         rewards: (n, K) rewards of the completions on all ranks; NaN where a reward function returned None.

@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.wait()  # for a rank that reads its images slowly
             mask = batch.loss_mask
-            # The last rows of a rank may repeat rows of other ranks; repeated rows are masked.
+            # Rows at the end that only repeat rows of another rank are masked.
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
