@@ -45,7 +45,7 @@ COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that change how many rows of the dataset are in a batch
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# keys of hashes in run.json: of an adapter's base weights, and of the data file
+# keys under which run.json stores hashes: of an adapter's base weights, and of the data file
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
@@ -53,7 +53,7 @@ ROWS = "rows of data.train_file"
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return the recipe's options, such as {"grpo.beta": 0.04}, which a resumed run compares with its own options.
 
-    The dictionary also has the number of threads, a hash of the data file and, for adapters, one of the base weights.
+    The number of threads, and hashes of the data file and of an adapter's base weights, count as options, too.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):

@@ -90,7 +90,7 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # If all stages train on pairs, the evaluation needs pairs, too, because no answers are sampled.
+        # If all stages train on pairs, the evaluation compares the answers of pairs, and samples no answers.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)

@@ -104,7 +104,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        An evaluation after the last optimizer step is not counted, because a resumed run repeats the evaluation.
+        Lines of an evaluation after the last step are not counted, because a resumed run repeats the evaluation.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file with the lines from before the resumed checkpoint, if any, and return the number of lines."""
+    """Create a log file, which in a resumed run has the lines up to the checkpoint, and return the number of lines."""
     # A log file that the checkpoint does not list keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
@@ -229,8 +229,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, the sampler's and the trainer's log-probabilities of a token may differ by at most
-    rollout.max_logp_mismatch nats. In bfloat16, single tokens have large rounding errors, so the limit is a tenth of
-    rollout.max_logp_mismatch for the root mean square over tokens.
+    rollout.max_logp_mismatch nats. In bfloat16, where single tokens have large rounding errors, the root mean square
+    over tokens may be at most a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

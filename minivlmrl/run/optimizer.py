@@ -42,7 +42,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer's state by a step with gradients of 0.
 
-    Weights must be loaded from a checkpoint after this step, because weight decay changes them despite gradients of 0.
+    A checkpoint's weights must be loaded afterwards, because weight decay changes weights despite gradients of 0.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -33,7 +33,7 @@ def report_mistake(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Describe the rank that ended or hangs after a failed collective operation; return "" if all ranks answer."""
+    """Name the rank that ended or hangs, after a failed collective operation; return "" if all ranks answer."""
     try:
         monitored_barrier(timedelta(seconds=3))
         return ""

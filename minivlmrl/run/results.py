@@ -187,7 +187,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The first two columns are the accuracies of sampled and of greedy answers.
+        # The table's first two columns are the accuracies of sampled and of greedy answers.
         first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -79,9 +79,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    The longest groups are assigned first, one to each rank, then the next longest, and so on. Each time, the rank that
-    has the fewest tokens so far gets the longest group. The ranks of a sharded model wait for each other in every
-    layer, so all ranks should process groups of similar length at the same time.
+    Groups are assigned from the longest to the shortest, one to each rank in turn, beginning with the rank that has the
+    fewest tokens. The ranks of a sharded model wait for each other in every layer, so all ranks should process groups
+    of similar length at the same time.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -21,7 +21,7 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample completions until enough groups have different rewards, and build a rollout from these groups.
 
-    If too few groups differ after max_num_batches batches of rows, groups with equal rewards fill the rollout.
+    If too few groups have different rewards after max_num_batches batches, groups with equal rewards are added.
 
     Args:
         rows: the first batch.

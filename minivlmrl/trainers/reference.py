@@ -59,7 +59,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # The list keeps nn.Module from registering the policy as a submodule.
+        # A list hides the policy from nn.Module, which would register the policy as a submodule.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -71,7 +71,7 @@ class SwappedParameters(nn.Module):
 
     def exchange(self):
         """Swap values between the copies and the model's parameters; an FSDP model must be resharded before."""
-        # Values must be swapped back before a backward pass, because autograd ignores changes of parameter.data.
+        # The copies must be swapped out before a backward pass, because autograd ignores changes of parameter.data.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
                 # Two tensors are exchanged without copying values, so memory cannot run out between two parameters.

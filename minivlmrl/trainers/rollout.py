@@ -105,7 +105,7 @@ class RolloutTrainer(Trainer):
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
 
-        Example: for steps_per_rollout 4 and passes_per_rollout 2, each of two passes over 32 prompts has four steps.
+        Example: with steps_per_rollout 4 and passes_per_rollout 2, 32 prompts give 2 passes of 4 steps with 8 prompts.
         """
         self.batches = batches
         for rows in batches:
