@@ -53,7 +53,7 @@ ROWS = "rows of data.train_file"
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return the recipe's options, such as {"grpo.beta": 0.04}, which a resumed run compares with its own options.
 
-    The number of threads, and hashes of the data file and of an adapter's base weights, count as options, too.
+    Hashes of the data file and of an adapter's base weights, and the number of threads, are compared, too.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):

@@ -125,9 +125,9 @@ class Step:
 class Trainer:
     """Base class for all training stages, which are run by the training loop in run/loop.py.
 
-    A subclass defines the methods `steps`, which yields optimizer steps, and `loss`, which returns a micro-batch's
-    loss. The losses of micro-batches are added up, so each loss is divided by the number of tokens or completions in
-    the whole optimizer step.
+    A trainer defines the methods `steps`, which yields optimizer steps, and `loss`, which returns a micro-batch's loss.
+    The losses of micro-batches are added up, so each loss is divided by the number of tokens or completions in the
+    whole optimizer step.
 
     Args:
         run: the whole recipe, in which a section with the stage's name has the stage's options.

@@ -39,7 +39,7 @@ class AnswerBatch(MicroBatch):
 class OfflineTrainer(Trainer):
     """Base class for stages that train on given answers, with one optimizer step per batch.
 
-    A subclass defines the method `loss`, and lists the row fields with answers, such as ("chosen", "rejected").
+    A trainer defines the method `loss`, and lists the row fields with answers, such as ("chosen", "rejected").
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
