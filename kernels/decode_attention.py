@@ -119,7 +119,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # A completion's own keys are read for one completion, and a prompt's keys for all its completions.
+        # A completion's own keys serve one completion, and a prompt's keys serve all completions of the prompt.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,

@@ -47,7 +47,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 
 
 class PromptSlots:
-    """Convert between tensors whose rows are completions and padded tensors whose rows are prompts.
+    """Convert between tensors with a row for each completion and padded tensors with a row for each prompt.
 
     Args:
         prompt_index: (R,), each completion's prompt, in ascending order. The tensor must be on the CPU, so that the
@@ -74,7 +74,7 @@ class PromptSlots:
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Split the rows of prompts into the rows of their completions: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
@@ -121,8 +121,9 @@ class JoinedAttention(torch.autograd.Function):
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. PyTorch's fused backward kernel gets the output and the log-sum-exp over all keys, and
-    is called once for the prompts' keys and once for the completions' keys.
+    is the attention to all keys. The backward pass calls PyTorch's fused backward kernel once with the prompts' keys
+    and once with the completions' keys. In each call, the kernel gets the attention output and the log-sum-exp over all
+    keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).

@@ -51,7 +51,8 @@ class Segments:
         self.cu_seqlens = to_device(starts.int(), device)
         # for each run of consecutive segments of equal length: (segment length, number of tokens)
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutation (T,) of the tokens that sorts the segments by length, and its inverse; None if nothing is sorted
+        # order of the tokens (T,) that sorts the segments by length, and the inverse order; None if segments stay in
+        # place
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
