@@ -100,8 +100,14 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Insert the question of a conversation, the last user turn's text, into the template data.prompt_template.
 
     Raises:
-        ValueError: the last user turn does not have exactly one text part.
+        ValueError: the last user turn does not have exactly one text part, or the template contains <image> although
+            the conversation has image parts.
     """
+    if MARK.search(template) and shown_parts_of(turns):
+        raise ValueError(
+            f"data.prompt_template {template!r:.60} marks the place of an image or video, but the prompt's parts already "
+            "do; remove the mark"
+        )
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
     text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
