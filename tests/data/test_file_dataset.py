@@ -93,7 +93,7 @@ def test_the_prompt_template_is_applied_to_the_last_user_turn(write_rows):
 def test_a_mark_in_the_template_is_refused_if_the_prompt_has_image_parts(write_rows):
     """Beside image parts, the mark would be ordinary text."""
     file = write_rows({"prompt": [user([IMAGE_PART, text("one")])], "image": "red.png"})
-    with pytest.raises(ValueError, match="column 'prompt': data.prompt_template '<image>{problem}' marks the place"):
+    with pytest.raises(ValueError, match=r"column 'prompt': data\.prompt_template '<image>{problem}' marks the"):
         FileDataset(file, prompt_template="<image>{problem}")
 
 
