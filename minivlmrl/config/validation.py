@@ -1,7 +1,7 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-The table RULES says when and why an option has no effect. The method TrainingOptions.without_effect says so for the
-options of a training stage.
+The table RULES says when and why an option has no effect. The method TrainingOptions.without_effect lists the options
+of a training stage that have no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
-    """Return True if GRPO takes one optimizer step per rollout, so that pi / pi_old is 1 for each token."""
+    """Return True if GRPO takes one optimizer step per rollout, so that the ratio of policies is 1 for each token."""
     return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
 
 

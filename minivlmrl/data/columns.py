@@ -18,7 +18,7 @@ TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns that are read in every training stage
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-# {reserved column name: what the error message advises}
+# {reserved column name: advice in the error message}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},

@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # Pixels stay uint8, so that torch rounds after resizing the width, and again after resizing the height.
+        # Pixels stay uint8, as in transformers, so that torch rounds after resizing the width and the height.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())

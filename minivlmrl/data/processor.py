@@ -181,7 +181,6 @@ def encode_completion(
 
 
 def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
-    """Tokenize an answer of a row."""
     completion = encode_completion(processor, row.messages, answer, row.images, row.videos)
     for turn in completion.turns:
         if turn.prompt is not None:

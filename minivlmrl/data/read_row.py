@@ -85,7 +85,6 @@ def check_required(required: Sequence[str], columns: dict, file_columns: dict):
 
 
 def answer_image_parts(row: Row) -> list[dict]:
-    """Return the image parts of all answers of a row."""
     answers = (row.completion, row.chosen, row.rejected)
     return [part for answer in answers if isinstance(answer, list) for part in shown_parts_of(answer)]
 

@@ -32,7 +32,6 @@ def counting_processor(processor: Processor) -> Processor:
 
 
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
-    """Return a dataset without the rows whose indices are given."""
     if not removed or not isinstance(rows, FileRows):
         return rows
     return RowSelection([rows], [(0, i) for i in range(len(rows)) if i not in removed])

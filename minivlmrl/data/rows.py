@@ -67,11 +67,11 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # how many token ids top_k, top_p and min_p allowed at each of the C positions, and the allowed ids of all positions
+    # number of token ids that top_k, top_p and min_p allowed at each of the C positions, and all allowed ids in order
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
-    # (number of the policy's tool calls, number of failed calls, whether a tool result did not fit into the completion)
+    # number of tool calls, number of failed tool calls, and whether a tool result was too long for the completion
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
     turns: "Sequence[Completion]" = ()  # one for each assistant turn if each turn has its own prompt

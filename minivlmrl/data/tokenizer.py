@@ -70,7 +70,6 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:

@@ -78,7 +78,6 @@ class VideoFile:
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
-        """Load the frames that the processor's model family uses."""
         if processor.videos is None:
             return self.load()
         return self.load(frame_factor=1, defaults=processor.videos.sampling)

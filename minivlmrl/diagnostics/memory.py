@@ -133,7 +133,7 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimates the memory for a model's parameters, and for its forward and backward passes.
+    """Estimates the memory of a model's parameters, forward pass and backward pass.
 
     Args:
         before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
@@ -404,7 +404,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The prompts' activations are freed before the first token is sampled, so they and the logits share memory.
+    # The prompts' activations are freed before the first token is sampled, so the logits can use that memory.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,

@@ -126,7 +126,6 @@ class WarningRules:
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about equal rewards and about gradients of 0."""
         sampling, last = self.run.sampling, self.recent[-1]
         if self.all_equal():
             means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
@@ -162,7 +161,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if a reward's mean is not higher than if every answer were the most frequent solution of the rows."""
+        """Warn if the policy would get an equal or higher reward by always answering the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
@@ -187,9 +186,8 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning about trainable parameters that have never had a gradient."""
-        # AdamW creates the state of a parameter with the first gradient of the parameter. There is no warning about the
-        # experts of a mixture, because an expert may not have received a token yet.
+        # AdamW creates the state of a parameter with the parameter's first gradient. An expert of a mixture causes no
+        # warning, because the expert may not have received a token yet.
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state
