@@ -248,8 +248,7 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add 0 times the vision tower's output to the decoder's input, so that the input has a gradient on each rank.
 
-        Ranks with and without a gradient of the decoder's input would reduce the gradients of the root and of the first
-        layer in different orders.
+        If the decoder's input had a gradient on only some ranks, the ranks would reduce gradients in different orders.
         """
         if self.zero is None:
             return None
