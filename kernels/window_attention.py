@@ -203,7 +203,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # A segment of 64 tokens gets 4 warps, as many as Hopper's matrix instruction needs.
+            # 4 warps for 64 rows, because the matrix instruction of Hopper GPUs needs 4 warps.
             num_warps=rows // 16,
             num_stages=1,
             # Triton will change the default of enable_fp_fusion, so each launch in kernels/ sets this option.

@@ -128,9 +128,9 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return the bytes of a stage's training states and weights on the disk when disk usage is largest.
+    """Return how many bytes of checkpoints and of final weights a stage has on the disk at most.
 
-    The disk needs space for one more checkpoint, because the oldest is deleted after the newest has been written.
+    The oldest checkpoint is deleted only after the newest has been written.
     """
     run, estimator = question.run, question.estimator
     sizes = {}

@@ -94,7 +94,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # Only options that differ from TRL's defaults are passed to the loss, so a user's own loss may lack the others.
+        # A user's own loss may lack options of TRL, so only options that differ from TRL's defaults are passed to the
+        # loss.
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }

@@ -148,7 +148,8 @@ class TokenChooser:
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
 
-        vLLM's V2 model runner passes each row's slot in the batch as `context`; the V1 model runner passes None.
+        The argument context is an object with the batch index of each row in vLLM's V2 model runner, and None in the
+        V1 model runner.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]

@@ -189,7 +189,11 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight of each pair, (B,): the product of exp(mean_t(log pi - log sum_j p_j^2)) of both answers."""
+    """Compute WPO's weight of each pair, (B,), from the log-probabilities of its two answers (B, 2, T).
+
+    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers. It is large for answers
+    that the policy itself is likely to write.
+    """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 

@@ -228,9 +228,9 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, the sampler's and the trainer's log-probabilities of a token may differ by at most
-    rollout.max_logp_mismatch nats. In bfloat16, where single tokens have large rounding errors, the root mean square
-    over tokens may be at most a tenth of rollout.max_logp_mismatch.
+    In float32, the log-probabilities of a token in sampling and in training may differ by at most
+    rollout.max_logp_mismatch nats. In bfloat16, the root mean square of these differences over all tokens may be at
+    most a tenth of the option, because the differences of single tokens are large.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

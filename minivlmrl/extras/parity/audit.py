@@ -105,7 +105,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for known bugs that explain the wrong numbers of one stage, such as the loss."""
+    """Search for known bugs that explain why the trainer's loss, or another stage, has other numbers than ours."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():

@@ -39,7 +39,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A bug that may affect only part of a step, such as the truncated completions."""
+    """A bug that a trainer may have in only some rows or tokens, for example in truncated completions."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None if each part is a wrong order of rows or tokens

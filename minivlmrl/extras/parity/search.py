@@ -438,7 +438,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with very small or large numbers, such as rewards times 0.0001, come last, because other bugs are likelier.
+    # Unlikely bugs, such as rewards times 0.0001, are reported last.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
