@@ -61,9 +61,9 @@ The chat template puts the question into a conversation. In the prompt, the plac
 of the {merged} image tokens.
 
 # Positions: mrope_positions
-Each token has a position in time, a row and a column. For text, the three positions are equal, and rise by 1 with each
-token. All tokens of an image have the same position in time, from which their rows and columns count. The text after
-the image continues from the largest position, as [this picture](mrope.svg) shows.
+Each token has a position in time, a row and a column. The three positions of a text token are equal, and rise by 1 with
+each token. If an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. The
+text after the image continues from the largest position, as [this picture](mrope.svg) shows.
 
 # Vision tower: Vision.forward patches return
 The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends to the patches of its
@@ -90,7 +90,7 @@ token is its logit minus the logsumexp over all logits. In this picture, a darke
 
 # Rewards: reward
 The reward reads the text of a completion. A completion gets 0.5 for its tags in the right form, and 1 more for the
-right answer, {solution!r}. The list below the function has the {G} completions with their rewards.
+right answer, {solution!r}. The list after the code has the {G} completions with their rewards.
 
 # Advantages: group_advantages return
 The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
@@ -99,13 +99,13 @@ deviation of the rewards in its group.
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
 In the first step, the policy, the model that sampled the completions and the reference have the same weights, so all
 ratios are 1, and the KL is 0. The advantages of a group add up to 0, so [the loss is about
-0](metrics.md#why-is-my-loss-0). The gradient of the loss is not 0: each token contributes minus its advantage times the
-gradient of its log-probability.
+0](metrics.md#why-is-my-loss-0), but its gradient is not.
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without the
-tags less likely. A wrong answer with the tags may become more likely, too, because it shares tokens with right answers.
+by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without
+`<think>` and `<answer>` less likely. A wrong answer with these tags may become more likely, too, because it shares
+tokens with right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
