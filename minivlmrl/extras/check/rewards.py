@@ -64,7 +64,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return an answer for each row that writes the solution in the way with the highest reward, such as 3 or 3.0."""
+        """Return an answer for each row, in the form of the solution with the highest reward, such as 3 or 3.0."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
