@@ -103,9 +103,9 @@ ratios are 1, and the KL is 0. The advantages of a group add up to 0, so [the lo
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without
-`<think>` and `<answer>` less likely. A wrong answer with these tags may become more likely, too, because it shares
-tokens with right answers.
+by about the learning rate, {learning_rate:g}. The update of GRPO makes right answers more likely, and completions
+without `<think>` and `<answer>` less likely. A wrong answer with the tags may become more likely, too, because it
+shares tokens with right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
