@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
     )
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
-    p.add_argument("--seconds", type=float, help=f"time limit (default: 5 for a loss, {SECONDS:g} for a step)")
+    p.add_argument("--seconds", type=float, help=f"time limit (default: 10 for a loss, {SECONDS:g} for a step)")
     p.add_argument("--project", choices=PROJECTS, help="check the losses of a public project instead of yours")
     p.add_argument("--path", help="the project's folder: a clone, or a wheel that was unpacked or installed")
     options = p.parse_args(arguments)

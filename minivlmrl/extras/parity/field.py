@@ -96,7 +96,7 @@ def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDe
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[str, Verdict]:
+def judge_project(name: str, folder: str | Path, seconds: float = 10.0) -> dict[str, Verdict]:
     """Compare all losses of a public project with values and gradients recorded from TRL.
 
     Args:

@@ -6,6 +6,7 @@ minivlmrl with the installed TRL.
 
 import inspect
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,13 @@ from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.trainers.functions import checked_loss
 
 SHOWN = 4  # differing cases that are printed
-SETTINGS = ("importance_sampling_level", "use_bias_correction_kl")  # options that select a loss, beside loss_type
+SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that no loss of a training step gets
 # The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16.
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
-def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> int:
+def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, **only) -> int:
     """Compare a loss with values and gradients recorded from TRL, and return the number of test cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
@@ -89,7 +90,7 @@ class Verdict:
         return "\n".join([head, *self.differences[:SHOWN], *more, *self.names])
 
 
-def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
+def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, **only) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name the known causes of the differences."""
     results = []  # (case, options, comparison)
     steps = []
@@ -103,7 +104,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     for case, options, result in results:
         if result.error > tolerance:
             chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
-            differences.append(f"{case} ({chosen}): {result}")
+            differences.append(f"{case} ({chosen}): {result}" if chosen else f"{case}: {result}")
     agreeing, differing = (
         [options for _, options, result in results if (result.error > tolerance) == differs]
         for differs in (False, True)
@@ -119,11 +120,17 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
-    settings = [name for name in ("loss_type", *SETTINGS) if name in varied]
-    if settings and (agreeing or not verdict.kinds):
-        values = {name: sorted({str(options[name]) for _, options, _ in results}) for name in settings}
-        chosen = " ".join(f"{name}={'|'.join(values[name])}" for name in settings)
-        verdict.names.append(f"  Your loss is compared with several losses of TRL. Choose one with --only: {chosen}")
+    errors = [(options, result.error) for _, options, result in results]
+    settings = [name for name in SETTINGS if name in varied or name in only]
+    closest, group = closest_loss(errors, settings, tolerance)
+    if len(group) == len(results) or (verdict.kinds and "mistake" not in verdict.kinds):
+        return verdict
+    # A right loss for one loss_type of TRL has mistakes only if it is compared with other loss types.
+    if all(errors[i][1] <= tolerance for i in group):
+        verdict.kinds, verdict.names = [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
+    elif not verdict.kinds:
+        verdict.kinds, verdict.names = find_names([steps[i] for i in group], seconds)
+        verdict.names.append(f"  Your loss is closest to the {len(group)} cases of --only {closest}")
     return verdict
 
 
@@ -134,6 +141,26 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
             return f", which are those with {name} = {values[0]}"
     return ""
+
+
+def closest_loss(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> tuple[str, list[int]]:
+    """Return the loss of TRL that agrees in the largest share of its test cases: its options, and indices in `results`.
+
+    `results` has the options and the error of each test case, and `settings` names the options that select a loss.
+    """
+    groups = {}  # {options that select a loss in TRL: indices of its test cases}
+    for i, (options, _) in enumerate(results):
+        values = {"kind": options["kind"]} | {name: options[name] for name in settings}
+        texts = [f"{name}={x[0] if isinstance(x, list) else x}" for name, x in values.items()]
+        groups.setdefault(" ".join(texts), []).append(i)
+
+    def difference(item: tuple[str, list[int]]) -> tuple:
+        texts, group = item
+        share = statistics.mean(results[i][1] > tolerance for i in group)
+        # A loss that agrees in all cases comes first, and of equally different losses the default of TRL.
+        return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
+
+    return min(groups.items(), key=difference)
 
 
 @dataclass
@@ -171,7 +198,13 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     """
     logps = batch["per_token_logps"].requires_grad_()
     # A loss may change its arguments in place, so it gets copies.
-    loss = call(my_loss, {name: x.clone() for name, x in batch.items()}, dict(options))
+    try:
+        loss = call(my_loss, {name: x.clone() for name, x in batch.items()}, dict(options))
+    except Exception as error:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+        kind = options["kind"]
+        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only kind=dpo or kind=sft has others")
+        raise
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
     # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.

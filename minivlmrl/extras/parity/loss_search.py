@@ -125,6 +125,10 @@ class Combination:
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
+            yield fewest.scaled(plain), False
+            # If the user's loss has a fixed value for an option, other bugs show only in test cases with this value.
+            for search in left[1:-1]:
+                yield [*search.tried(plain), *search.factors()], False
             yield most.tried(most.pairs()), most is fewest
 
         found = {}  # {description: (number of test cases that the bug explains, bug)}
@@ -137,7 +141,8 @@ class Combination:
                     self.found[cause.says] = cause
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
-            best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
+            # round numbers are likelier, and so is a quantity that is left out
+            best.sort(key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
             # A mistake must explain all wrong losses; an intended difference from TRL may explain only some.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best

@@ -194,6 +194,17 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
+def error_of_factor(answer: dict) -> float:
+    """Return the largest error after our numbers are multiplied by the factor that fits the trainer's numbers best."""
+    in_units = [[(x / unit).flatten() for x in (theirs, ours)] for theirs, ours, unit in answer.values()]
+    theirs, ours = (torch.cat(x) for x in zip(*in_units, strict=True))
+    return float((theirs - best_factor(theirs, ours) * ours).abs().max())
+
+
+def best_factor(theirs: Tensor, ours: Tensor) -> float:
+    return float(theirs @ ours / (ours @ ours + 1e-300))
+
+
 def all_gaps(answer: dict) -> Tensor:
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
@@ -319,6 +330,16 @@ class Search:
                 result.append(Cause(f"{first.says}; and {then.says}", change, of, parts=2))
         return result
 
+    def scaled(self, causes: list[Cause]) -> Iterator[Cause]:
+        """Yield each bug that reproduces the trainer's numbers up to a factor, combined with this factor."""
+        for cause in causes:
+            answer = self.answer(cause.change)
+            if not answer or error_of_factor(answer) > self.d.tolerance:
+                continue
+            for factor in Search(self.name, self.d, composed(self.deviation, cause.change)).factors():
+                if change := composed(cause.change, factor.change):
+                    yield Cause(f"{cause.says}; and {factor.says}", change, cause.of, parts=2)
+
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
         """Yield each bug that reproduces the trainer's numbers."""
         for cause in causes:
@@ -357,7 +378,7 @@ class Search:
             values = [(*self.base[key], mask) for key, mask in place.inside.items()]
             pairs = [[(x / unit)[mask.expand_as(x)] for x in (theirs, ours)] for theirs, ours, unit, mask in values]
             theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
-            best = float(theirs @ ours / (ours @ ours + 1e-300))
+            best = best_factor(theirs, ours)
             numbers = [min(self.sources, key=lambda number, best=best: abs(number - best))] if self.sources else []
             if count_wrong(place.of(self.base)) > 2:  # two opposite advantages always match some factor
                 numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]

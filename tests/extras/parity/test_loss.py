@@ -313,6 +313,12 @@ UNSEEN = {
 UNSEEN |= {
     "the old policy is the reference's": (changed(old=lambda q: q.batch["ref_per_token_logps"]), KL,
         "the old policy is the reference"),
+    "the pairs are swapped, and beta is fixed": (dpo_of(lambda z, beta: -0.1 * z / beta), DPO,
+        "the rejected answer is preferred; beta is 0.1"),
+    "a sum over swapped pairs": (lambda b, o: dpo_of(lambda z, _: -z)(b, o) * len(b["mask"]), DPO,
+        "the rejected answer is preferred; and all values are multiplied by the number of pairs"),
+    "half of a loss with a swapped KL": (changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: q.loss / 2), PLAIN,
+        "swapped in the KL; and all values are 0.5 times as large"),
     "the last column is cut": (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])),
         WHOLE | {"beta": 0.1}, "the last column of the batch"),
     "ratio without exp": (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
@@ -336,20 +342,34 @@ def test_a_mistake_or_a_design_is_named(name):
     loss, only, says = (NAMED | UNSEEN)[name]
     verdict = judge(loss, seconds=math.inf, **only)
     found = [line for line in verdict.names if line.startswith(("mistake", "design", "  or"))]
-    expected = [text for text in says.split("; ") if text]
+    expected = [text for text in re.split("; (?!and )", says) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
 
 
 def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
     def loss(batch, options):
-        return my_loss(batch, options) ** 3
+        return usual(batch, options).sin() + 1e-3 * batch["per_token_logps"].sum()
 
-    assert "with --only: loss_type=bnpo|cispo|dapo|" in judge(loss, seconds=0.5).names[-1]
+    says = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
+    assert judge(loss, seconds=0.5).names[-1].startswith(says)
     assert "--only" not in judge(loss, seconds=0.5, **PLAIN).names[-1]
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
-    right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=math.inf, **of_dapo)
-    assert right_for_one.kinds and "with --only: loss_type=bnpo|cispo|dapo|" in right_for_one.names[-1]
+    right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
+    says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
+    assert right_for_one.names == [says]
+    swapped = judge(dpo_of(lambda z, _: -z), kind="dpo", seconds=math.inf).names
+    assert swapped[0] == "mistake: the rejected answer is preferred"
+    assert swapped[-1] == "  Your loss is closest to the 5 cases of --only kind=dpo loss_type=sigmoid"
+
+
+def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
+    with pytest.raises(IndexError) as caught:
+        judge(dpo_of())
+    assert caught.value.__notes__ == [
+        "my_loss got a batch of kind=grpo: advantages (4,), mask (4, 6), old_per_token_logps (4, 6), per_token_logps "
+        "(4, 6), ref_per_token_logps (4, 6); --only kind=dpo or kind=sft has others"
+    ]
 
 
 def test_nan_is_shown():
