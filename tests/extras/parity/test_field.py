@@ -63,7 +63,8 @@ def test_the_command_takes_a_target_or_a_project(capsys):
 def test_the_table_has_the_recorded_findings_of_all_losses(name):
     """A cell of the first table has one letter for each finding, which the second table explains."""
     head, *rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    letters = {text: letter for letter, text in (row for row in rows if len(row) == 2)} | {"agrees": "agrees"}
+    explained = [row for row in rows if len(row) == 2]
+    letters = {text.removeprefix("mistake: "): letter for letter, text in explained} | {"agrees": "agrees"}
     project = PROJECTS[name]
     section = f"\n{RECORDED}".split(f"\n### {name}\n")[1].split("\n### ")[0]
     assert f"{project.source}, {project.tried}; adapter " in section

