@@ -48,7 +48,7 @@ loss, _ = load_name("my_loss.py:reinforce")(
 found["A loss"] = loss.item() == 1.5 and math.isfinite(lines[-1]["loss"])
 groups = torch.tensor([1.0, 2.0, 3.0, math.nan, 0.0, 0.0])
 advantages = load_name("my_advantages.py:max_rl")(groups, 3)
-found["An advantage"] = advantages.tolist() == [-0.5, 0, 0.5, 0, 0, 0] and lines[-1]["reward_std"] >= 0
+found["An advantage function"] = advantages.tolist() == [-0.5, 0, 0.5, 0, 0, 0] and lines[-1]["reward_std"] >= 0
 Image.new("RGB", (56, 56)).save("a.png")
 with open("nested.jsonl", "w") as file:
     turns = [{"text": "Which shape?"}, {"text": "red square"}]
