@@ -172,9 +172,9 @@ def flash_attention_backward(
     PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). With the attention output
     and the log-sum-exp over all keys, the gradients can be computed for one part of the keys at a time (`k` and `v`).
 
-    With the upstream gradient g, the backward kernel computes a score's gradient as weight * (g . value - g . output).
-    If a key has nearly all the attention weight, the output nearly equals the key's value, so a 16-bit rounding error
-    of the output dominates g . value - g . output.
+    The backward kernel computes the gradient of a score as weight * (g . value - g . output), where g is the upstream
+    gradient. If one key has nearly all the attention weight, the output nearly equals the key's value. Then the 16-bit
+    rounding error of the output dominates the difference g . value - g . output.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.

@@ -190,8 +190,8 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# The two passes of linear_log_softmax are custom operators, so that the memory estimate (diagnostics/memory.py) counts
-# only the results of the two passes. The function piece_bytes computes the memory of the logits.
+# The forward and the backward pass are custom operators, so that the memory estimate (diagnostics/memory.py) sees only
+# their results. The function piece_bytes computes the memory of the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float

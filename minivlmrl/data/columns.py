@@ -48,7 +48,7 @@ MEANINGS = {
 }
 # columns in which other projects store a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
-# columns in which other projects store answers and other values of a row
+# columns in which other projects store what belongs to a prompt, such as its answer
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",

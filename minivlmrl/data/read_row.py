@@ -187,7 +187,7 @@ def place_answers(
 ) -> tuple[list[dict], list[Media], Answers]:
     """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
 
-    If both answers of a pair, `chosen` and `rejected`, show images, both show the same images of the row.
+    If `chosen` and `rejected`, the two answers of a pair, contain images, both contain the same images of the row.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media

@@ -134,7 +134,8 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for sampling completions.
 
-    Each text in `keys` seeds the numbers of one prompt, so that completions do not depend on batches and ranks.
+    The random numbers of a prompt depend only on the prompt's text in `keys`, so that completions do not depend on
+    batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

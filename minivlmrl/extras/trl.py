@@ -158,7 +158,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
         """Return the token count by which the loss_type dapo divides the sum of token losses.
 
-        TRL counts the tokens of all completions from one generation, on which several optimizer steps may train.
+        TRL counts the tokens of a whole rollout, although several optimizer steps may train on the rollout.
         Gradients are averaged over processes, so each process divides its loss by the mean token count per process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes

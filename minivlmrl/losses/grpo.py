@@ -184,7 +184,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
     With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref). A KL term in
-    the loss, unlike a KL penalty in the reward, ignores a token's effect on the KL of later tokens.
+    the loss ignores that a token also changes the KL of later tokens; a KL penalty in the reward does not.
 
     Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
     k3+.

@@ -114,7 +114,7 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack completions with several turns, each with its own prompt; all turns of a completion are one row."""
+    """Pack completions of several turns: each turn follows its own prompt, and a completion is one row of the batch."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     packed_prompts = []

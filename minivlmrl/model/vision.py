@@ -181,7 +181,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # Merged tokens are put back into raster order, and not patches, because there are four times as many patches.
+        # The raster order is restored after the merger, because there are four times as many patches as merged tokens.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

@@ -100,7 +100,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# {ending of a metric's name: function that replaces the images of a row}
+# functions that replace the images of a row; eval/accuracy_gray_image is the accuracy with gray_images
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 

@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # max_epochs may end a stage before max_steps; config.yaml is written later, with the smaller number of steps.
+        # The option max_epochs may end a stage before max_steps. Then config.yaml gets the smaller number of steps.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)

@@ -180,7 +180,7 @@ class Comparison:
 
 
 def call(my_loss, batch: dict, options: dict) -> Tensor:
-    """Call the user's loss with (batch, options), or with a trainer's arguments if one of them is `normalizer`."""
+    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `normalizer`."""
     if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
         return my_loss(batch, options)
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])

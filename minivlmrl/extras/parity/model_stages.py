@@ -131,7 +131,7 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute recorded log-probabilities or entropies with a model whose folder step.json names."""
+    """Recompute recorded log-probabilities or entropies with the model in the folder that step.json names."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])

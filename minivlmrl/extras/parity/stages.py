@@ -94,7 +94,7 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Compare the advantages of the step's rows with the advantages that the same rows have in the rollout."""
+    """Check that each row of the step has the same advantage as in the rollout from which the row was taken."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]

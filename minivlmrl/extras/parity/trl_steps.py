@@ -1,4 +1,4 @@
-"""Record optimizer steps of TRL 1.16 trainers, run in one process, for `python -m minivlmrl parity`.
+"""Record optimizer steps of TRL's trainers (1.16, one process), which `python -m minivlmrl parity` can check.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0

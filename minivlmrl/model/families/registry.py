@@ -35,7 +35,7 @@ CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tok
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# values of ModelConfig fields in model families without recurrent layers
+# fields of ModelConfig about recurrent layers, for model families without such layers
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
 # ModelConfig's values for Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False, "head_dim": None, **ALL_ATTEND}
