@@ -23,6 +23,7 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # number of rollouts whose mean reward is compared with the reward of always answering the most frequent solution
 BASELINE_ROLLOUTS = 50
+MEMORISED = 0.3  # difference of a reward between training rows and held-out rows that causes a warning
 
 
 class TrainingWarnings(Callback):
@@ -40,6 +41,11 @@ class TrainingWarnings(Callback):
         if self.log.world.is_main:
             for warning in self.rules.step(values, step.rollout):
                 self.log.warn(trainer.stage, number, warning, number + 1)
+
+    def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
+        if self.log.world.is_main and steps_done:
+            for warning in self.rules.memorised(self.log.evaluated):
+                self.log.warn(stage, steps_done - 1, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
         return {"warnings": self.rules.state()}
@@ -73,6 +79,16 @@ class WarningRules:
         # The warning that little is left to learn is printed only once in a training stage.
         self.said = set(found) | (self.said & {"solved"})
         return new
+
+    def memorised(self, evaluation: dict[str, float]) -> Iterator[str]:
+        """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
+        for name in self.run.rewards if len(self.recent) == WINDOW else ():
+            trained, held_out = self.mean(f"rewards/{name}/mean"), evaluation.get(f"eval/{name}_sampled", math.nan)
+            if trained - held_out > MEMORISED:
+                yield (
+                    f"The mean of reward {name} is {trained:.3g} on training rows, but {held_out:.3g} on held-out "
+                    "rows, so the model learns the training rows by heart. Use more rows, or fewer steps in each stage."
+                )
 
     def state(self) -> str:
         """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""

@@ -49,6 +49,7 @@ class MetricsLog(ExitStack):
         self.world = world
         self.steps = progress.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # start of the current stage
+        self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
@@ -165,6 +166,7 @@ class MetricsLog(ExitStack):
             seconds: duration of the evaluation, which does not count as training time.
         """
         self.begin_time += seconds
+        self.evaluated = values
         if not self.files:
             return
         line = {"stage": stage, "step": steps_done}

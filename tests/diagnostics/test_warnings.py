@@ -61,6 +61,19 @@ def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1
 
 
+@pytest.mark.parametrize(
+    ("steps", "held_out", "count"), [(10, 0.19, 1), (10, 0.21, 0), (9, 0.19, 0), (10, math.nan, 0)]
+)
+def test_rows_that_are_learned_by_heart_are_reported(steps, held_out, count):
+    """The accuracy on training rows is 0.5."""
+    rules = make_rules()
+    rules.recent.extend([HEALTHY] * steps)
+    found = [*rules.memorised({"eval/accuracy_sampled": held_out, "eval/format_sampled": 0.9})]
+    assert [says.partition(", so ")[0] for says in found] == [
+        f"The mean of reward accuracy is 0.5 on training rows, but {held_out} on held-out rows"
+    ] * count
+
+
 def test_a_run_without_rewards_gets_no_warning_about_rewards():
     rules = make_rules()
     rules.run.rewards = {}
