@@ -27,7 +27,7 @@ class FileRows(Sequence[Row]):
 
     @abstractmethod
     def outline(self, index: int) -> Row:
-        """Read a row whose images and videos have the right sizes, but are not decoded."""
+        """Read a row with the sizes of its images and videos, without decoding their pixels."""
 
     @abstractmethod
     def content(self, index: int) -> str:

@@ -232,8 +232,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    An image part of an answer may contain a function that decodes the image file, because most uses of a row need only
-    texts.
+    A function in place of an image is called to decode the image file.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -61,7 +61,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # A long path gets backslashes instead of quotes, because error messages shorten long texts in quotes.
+    # Error messages shorten long texts in quotes, so a long path is escaped with backslashes, and not with quotes.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 

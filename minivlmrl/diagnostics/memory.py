@@ -208,7 +208,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # the cache of attention masks is cleared, because AllocationTracker counts only tensors that are created
+        # AllocationTracker counts tensors when they are created, so a cached vision layout would not be counted
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:

@@ -27,7 +27,7 @@ capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """Attention for decoding, with tensors that keep their addresses until a longer buffer is needed."""
+    """Attention for decoding in a CUDA graph, which reads and writes its tensors at fixed addresses."""
 
     check_every = 16
 

@@ -193,7 +193,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, which in a resumed run has the lines up to the checkpoint, and return the number of lines."""
+    """Create a log file, and return its number of lines. A resumed run keeps the lines from before the checkpoint."""
     # A log file that the checkpoint does not list keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()

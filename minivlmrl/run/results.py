@@ -26,7 +26,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric names no metric, or if torchrun could not restart the run."""
+    """Raise ValueError if best_metric is no metric, or if --max-restarts of torchrun needs --resume=auto."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(

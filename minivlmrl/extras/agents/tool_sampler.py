@@ -365,7 +365,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # The ranks read tool results at different times, so they cannot gather a sharded layer's weights together.
+    # Tools answer at a different time on each rank, but gathering the weights of a sharded layer needs all ranks.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "

@@ -326,8 +326,8 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the most frequent solution scores far higher than right answers, the rewards cannot parse right answers, which
-    # other checks report.
+    # If a constant answer scores far higher than right answers, the rewards cannot parse right answers. Other checks
+    # report this mistake.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "

@@ -157,7 +157,7 @@ def closest_loss(results: list[tuple[dict, float]], settings: list[str], toleran
     def difference(item: tuple[str, list[int]]) -> tuple:
         texts, group = item
         share = statistics.mean(results[i][1] > tolerance for i in group)
-        # A loss that agrees in all cases comes first, and of equally different losses the default of TRL.
+        # A loss of TRL with which all cases agree is the closest; among equals, the default of TRL is preferred.
         return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
 
     return min(groups.items(), key=difference)

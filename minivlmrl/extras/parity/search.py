@@ -102,7 +102,7 @@ class Cause:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether the bug is also tried in a single part of a formula, such as the advantages' baseline."""
+        """Return True if the bug may be in only one part of a formula, such as the baseline of the advantages."""
         # A wrong order of rows in only one part of a formula would match too often by chance.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
@@ -262,7 +262,7 @@ class Place(NamedTuple):
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """List the parts of a step that contain all wrong numbers, beginning with the whole step."""
+    """List the whole step, and each part of the step outside of which all numbers are right."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():

@@ -244,7 +244,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # The recorded token count belongs to the right mask, so tokens are counted again if a bug changes the mask.
+    # A wrong mask has another number of tokens than the trainer recorded, so the tokens are counted again.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()

@@ -80,7 +80,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """List ways to confuse rows, for example if each row gets the values of the next row in its group."""
+    """List wrong orders of rows, for example one that gives each row the values of the next row in its group."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -102,7 +102,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """List ways to confuse tokens, for example if each token gets the values of the next token in its row."""
+    """List wrong orders of tokens, for example one that gives each token the value of the next token in its row."""
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
