@@ -215,9 +215,8 @@ def _linear_log_softmax_backward(
     """Return the gradients of the hidden states and of the LM head; an unneeded gradient is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # The backward pass on a CPU leaves out tokens whose upstream gradients are 0; on a GPU, the host would have to wait
-    # for the number of these tokens. A sampling mask names tokens by their index, so all tokens are kept with a
-    # sampling mask.
+    # On a CPU, tokens whose upstream gradients are 0 are left out. On a GPU, the host would have to wait for the number
+    # of these tokens, and a sampling mask refers to tokens by their index, so in both cases all tokens are kept.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):

@@ -83,7 +83,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace logits (m, V) by (logits - row maximum) / temperature, with -126 ln 2 as the lower limit."""
+    """Replace logits (m, V) by (logits - row maximum) / temperature, and values below log(2^-126) by log(2^-126)."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)

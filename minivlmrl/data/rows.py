@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# arguments that every reward function can have; columns of a data file must have other names
+# arguments that a run passes to reward functions; a column of the data file must not have one of these names
 REWARD_ARGUMENTS = {
     "prompts",
     "images",

@@ -508,7 +508,7 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a training state on the disk."""
+    """Return the size of a training state on the disk, in bytes."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

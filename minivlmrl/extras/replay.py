@@ -1,7 +1,7 @@
 """Repeat a step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is a run's folder, or a recipe. The command `replay` resumes training from the run's last checkpoint before a step,
-or from step 0, and trains up to the step. Nothing is written to RUN. Random numbers for completions depend only on the
+RUN is a run's folder, or a recipe. The command trains again up to the given step, from the last checkpoint before this
+step or from the start of the run. Nothing is written to RUN. Random numbers for completions depend only on the
 prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to the last bit.
 """
 

@@ -19,7 +19,7 @@ BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# Byte that stands for an id without a token. UTF-8 does not use this byte, so no stop string matches such an id.
+# text of token ids beyond the vocabulary: a byte that UTF-8 never uses, so that no stop string contains it
 NO_TEXT = b"\xff"
 
 

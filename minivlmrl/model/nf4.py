@@ -125,7 +125,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # A memory estimate packs thousands of experts of equal shape on the meta device, so the result is cached.
+        # pack_on_meta caches its results, because a memory estimate packs thousands of experts of equal shape.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:

@@ -71,8 +71,8 @@ class SwappedParameters(nn.Module):
 
     def exchange(self):
         """Swap values between the copies and the model's parameters; an FSDP model must be resharded before."""
-        # Autograd does not notice that parameter.data was exchanged, so exchange the values again before a backward
-        # pass.
+        # Before a backward pass, the model must have its own values again, because autograd does not notice that
+        # parameter.data was exchanged.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
                 # Two tensors are exchanged without copying values, so memory cannot run out between two parameters.

@@ -54,7 +54,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    The section of a subclass must have the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    The options of such a trainer must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True

@@ -193,7 +193,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return notes on settings that make `parity` less exact: sampling filters, such as top-k, and autocast."""
+    """Return notes on settings with which a recorded step is checked less exactly: sampling filters and autocast."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:

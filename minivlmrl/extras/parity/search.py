@@ -396,7 +396,7 @@ class Search:
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # If a trainer multiplies by a wrong factor, the factor may be a count, such as the number of rows.
+            # A wrong factor may be a count, such as the number of rows, so all counts of the step are tried.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:

@@ -45,7 +45,7 @@ def advantages(d: Dump, change: Change) -> Answer:
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """For N completions, return the weighted sums of the rewards, the baselines and the divisors, each (N,)."""
+    """Return the total reward, the baseline and the divisor of each of N completions, each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
