@@ -83,11 +83,14 @@ class WarningRules:
     def memorised(self, evaluation: dict[str, float]) -> Iterator[str]:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.run.rewards if len(self.recent) == WINDOW else ():
-            trained, held_out = self.mean(f"rewards/{name}/mean"), evaluation.get(f"eval/{name}_sampled", math.nan)
-            if trained - held_out > MEMORISED:
+            trained = self.mean(f"rewards/{name}/mean")
+            # greedy answers, too, because training may sample at a lower temperature than an evaluation
+            held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
+            if held_out and trained - max(held_out) > MEMORISED:
                 yield (
-                    f"The mean of reward {name} is {trained:.3g} on training rows, but {held_out:.3g} on held-out "
-                    "rows, so the model learns the training rows by heart. Use more rows, or fewer steps in each stage."
+                    f"The mean of reward {name} is {trained:.3g} on training rows, but only {max(held_out):.3g} on "
+                    "held-out rows. If the held-out rows are not harder, the model learns the training rows by heart; "
+                    "use more rows, or fewer steps in each stage."
                 )
 
     def state(self) -> str:

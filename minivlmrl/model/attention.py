@@ -90,7 +90,12 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """For each prompt length, return a matrix of prompt positions and one of completion positions, padded by -1."""
+        """Lay prompts of equal length, and their completions, into blocks.
+
+        Returns:
+            For each prompt length, two matrices of positions in the packed sequence: a row per prompt, and a row per
+            completion, padded by -1. And the PromptSlots of the completions, or None if no completion has a position.
+        """
         blocks = []
         slots = []
         for length in dict.fromkeys(self.prompt_lengths):
