@@ -2,6 +2,7 @@
 
 import base64
 import math
+import re
 from pathlib import Path
 from time import monotonic as clock
 
@@ -12,7 +13,16 @@ from minivlmrl.errors import error_context
 from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_EVERY, TIMINGS, WARNINGS, MetricsLog, describe_speed
+from minivlmrl.run.metrics import (
+    EVALUATIONS,
+    METRICS,
+    SPEED_EVERY,
+    TIMINGS,
+    WARNINGS,
+    MetricsLog,
+    describe_speed,
+    short_names,
+)
 from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
 from minivlmrl.run.trainer_state import TrainerState
@@ -67,7 +77,11 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 
 def collect_run(folder: Path) -> dict:
-    config, summary = folder / RUN_CONFIG, folder / SUMMARY
+    config_file, summary_file = folder / RUN_CONFIG, folder / SUMMARY
+    config = config_file.read_text("utf-8") if config_file.is_file() else None
+    summary = read_json(summary_file) if summary_file.is_file() else None  # None if the run has not ended
+    evaluated = re.search(r"evaluated on (\d+) rows", config or "")
+    num_held_out = int(evaluated[1]) if evaluated else 0
     metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
@@ -78,15 +92,38 @@ def collect_run(folder: Path) -> dict:
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
-        "config": config.read_text("utf-8") if config.is_file() else None,
+        "config": config,
+        "held_out": num_held_out,
+        "change": describe_change(summary or {}, num_held_out),
         **thin_out(metrics),
         "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,
-        "summary": read_json(summary) if summary.is_file() else None,  # None if the run has not ended
+        "summary": summary,
         "completions": completions,
         "images": collect_images(folder, completions),
     }
+
+
+def describe_change(summary: dict, num_rows: int) -> str | None:
+    """Say whether the first metric of the held-out rows has changed by more than two standard errors."""
+    evaluations = [values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"]
+    if len(evaluations) < 2 or not num_rows:
+        return None
+    name = next(iter(evaluations[0]))
+    before, after = evaluations[0][name], evaluations[-1][name]
+    if not (0 <= before <= 1 and 0 <= after <= 1):
+        return None
+    # a value between 0 and 1 has at most the variance of a binary value with the same mean
+    noise = 2 * math.sqrt((before * (1 - before) + after * (1 - after)) / num_rows)
+    change = "has risen" if after > before else "has fallen"
+    if abs(after - before) <= noise:
+        change = "has not changed by more than chance"
+    name = short_names([name])[0].removeprefix("eval/")
+    return (
+        f"{name} {change}: {before:.3f} at the start, {after:.3f} at the end on {num_rows} held-out rows. A difference "
+        f"of up to {noise:.3f} can be chance."
+    )
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:

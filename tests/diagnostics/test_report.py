@@ -42,6 +42,22 @@ def test_healthy_values_are_those_of_the_documentation():
         assert all(word in healthy for word in re.findall(r"[0-9][0-9.e-]*|near|slowly|steady", value)), (name, healthy)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (0.4, 0.93, "accuracy_sampled has risen: 0.400 at the start, 0.930 at the end on 256 held-out rows"),
+        (0.5, 0.4, "accuracy_sampled has fallen"),
+        (0.5, 0.56, "accuracy_sampled has not changed by more than chance"),  # 2 standard errors are 0.088
+    ],
+    ids=["risen", "fallen", "chance"],
+)
+def test_a_change_is_compared_with_its_noise(before, after, says):
+    results = {name: {"eval/accuracy_sampled": value} for name, value in [("start", before), ("after_grpo", after)]}
+    summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
+    assert report.describe_change(summary, 256).startswith(says)
+    assert report.describe_change(summary, 0) is None and report.describe_change({"chance": 0.1}, 256) is None
+
+
 def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
     monkeypatch.setattr(report, "PROMPTS", 2)
