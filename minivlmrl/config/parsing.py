@@ -35,6 +35,10 @@ TRL_ALIASES = {
     "reward_funcs": "rewards",
     "chat_template_kwargs": "data.chat_template_kwargs",
     "model_name_or_path": "model.path",
+    "dataset_name": "data.train_file",
+    "train_dataset": "data.train_file",
+    "eval_dataset": "data.eval_file",
+    "data.path": "data.train_file",
     "gradient_checkpointing": "model.activation_checkpointing",
     "deepspeed": "sharding.enabled",
     "epsilon": "grpo.epsilon_low and grpo.epsilon_high",
@@ -231,8 +235,9 @@ class Reader:
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
     """Suggest an option in place of an unknown key, which may be TRL's name or belong to another section."""
-    if key in TRL_ALIASES:
-        return f"the name in minivlmrl is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
+    alias = TRL_ALIASES.get(key) or TRL_ALIASES.get(prefix + key)
+    if alias:
+        return f"the name in minivlmrl is {dashes}{alias.replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
     if "." in key and key in paths:  # a recipe has sections in place of dotted names
         parent, _, name = key.rpartition(".")

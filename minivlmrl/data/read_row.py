@@ -174,6 +174,11 @@ def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     pairs = zip(*conversations, strict=False) if len(conversations) == 2 else ()
     shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    if not shared and len(conversations) == 2:
+        raise ValueError(
+            "columns 'chosen' and 'rejected': the conversations begin with different turns, so it is not clear what the "
+            "prompt is; begin both with the same turns, or write the prompt into the column 'prompt'"
+        )
     if not shared:
         raise ValueError(
             f"column 'problem' is missing; the row has {columns}. Rename the column of the question with data.columns: "

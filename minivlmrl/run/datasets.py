@@ -81,7 +81,8 @@ def _load_datasets(
     if not is_clear or (sources == ["task"] and files):
         raise ValueError(
             "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
-            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}"
+            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
+            "--data.task=null removes the task of a recipe"
         )
     if config.task is not None:
         return load_task(run, stages)

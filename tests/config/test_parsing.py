@@ -113,6 +113,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("grpo.learning_rat=1", "did you mean --grpo.learning_rate or --grpo.min_lr_ratio or --grpo.scale_rewards?"),
     ("grpo.lr=1", "the name in minivlmrl is --STAGE.learning_rate"),
     ("max_completion_length=9", "the name in minivlmrl is --sampling.max_new_tokens"),
+    ("data.path=rows.jsonl", "the name in minivlmrl is --data.train_file"),
     ("use_vllm=true", "the name in minivlmrl is --sampling.vllm"),
     ("deepspeed=ds.json", "the name in minivlmrl is --sharding.enabled"),
     ("grpo.epsilon=0.1", "the name in minivlmrl is --grpo.epsilon_low and --grpo.epsilon_high"),
