@@ -605,7 +605,11 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     ),
     # The report says that a step without a reference model cannot reveal a wrong KL estimator.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
-        "the KL estimator is {}", "k1", "k2", "k3"
+        "the KL estimator is {}", "k3"
+    ),
+    of_kl("kl_estimator", "grpo", "on policy, the mean gradient of k1 is 0 and that of k2 is the gradient of the KL",
+        "arXiv 2506.09477", needs="input_ids", who="verl: kl_loss_type"): choices(
+        "the KL estimator is {}", "k1", "k2"
     ),
     of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is biased off-policy", "TRL up to 1.9, PR 6594",
         who="most projects; TRL: use_bias_correction_kl"):
@@ -678,6 +682,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
         "log-probabilities are averaged over tokens":
             {name: lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1) for name in ("policy", "reference")},
+        "log-probabilities are averaged over all columns, padding included":
+            {name: lambda s: s.x / s.mask.shape[1] for name in ("policy", "reference")},
         **having("the policy's log-probability", LINEAR, NONLINEAR),
     },
     Quantity("loss_type", "dpo", "the objective is different", "losses/preference.py"): {

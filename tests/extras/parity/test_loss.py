@@ -306,6 +306,9 @@ UNSEEN = {
     "both with the mask of the chosen answer": (
         lambda batch, options: dpo_of()(batch | {"mask": batch["mask"][:, :1]}, options), DPO,
         "both answers have the mask of the chosen answer"),
+    "means over padding": (
+        lambda batch, options: dpo_of(lambda z, _: z / batch["mask"].shape[2])(batch, options), DPO,
+        "averaged over all columns, padding included"),
     "IPO with 1 / 2 * beta": (
         lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
         {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
