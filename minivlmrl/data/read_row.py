@@ -176,8 +176,8 @@ def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
     shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     if not shared and len(conversations) == 2:
         raise ValueError(
-            "columns 'chosen' and 'rejected': the conversations begin with different turns, so it is not clear what the "
-            "prompt is; begin both with the same turns, or write the prompt into the column 'prompt'"
+            "columns 'chosen' and 'rejected': the conversations begin with different turns, but these turns are the "
+            "prompt; begin both with the same turns, or write the prompt into the column 'prompt'"
         )
     if not shared:
         raise ValueError(
