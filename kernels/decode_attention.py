@@ -11,8 +11,8 @@ A GPU computes all parts of the attention at once, because no part depends on an
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the attention output over all keys. A second, small kernel computes `out`. A program reads a
-block of keys once for up to 64 queries that attend to these keys.
+is the attention output over all keys. A second, small kernel computes `out`. To read each key only once, a Triton
+program handles up to 64 queries that attend to the same keys.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
 keys.
@@ -62,7 +62,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # Without any key, the sum of the attention weights is 0, and tl.maximum prevents a division by 0.
+    # Avoid 0 / 0 for a part that has only masked keys.
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -93,7 +93,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # Masked keys come last: a part whose first key is masked has only masked keys, and is skipped.
+    # A part of the keys is skipped if its first key is masked, because all masked keys come last.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -119,7 +119,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # A completion's own keys serve one completion, and a prompt's keys serve all completions of the prompt.
+        # group_rows is 1, because only one completion attends to its own keys.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -174,7 +174,7 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    The outputs equal those of the PyTorch class DecodeAttention in model/attention.py. Call the function `fits` first.
+    Equals the PyTorch class DecodeAttention in model/attention.py, for queries that the function `fits` accepts.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.

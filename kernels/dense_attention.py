@@ -15,8 +15,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# Up to 128 keys and head dimension 64, separate matrix products on a CPU take half as long as PyTorch's fused kernel,
-# forward and backward.
+# On a CPU, separate matrix products are twice as fast as PyTorch's fused kernel up to 128 keys and head dimension 64.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
@@ -34,7 +33,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Select the rows x[index], where the gradient of each row comes from at most one selected row.
+    """Select the rows x[index], with a backward pass that copies gradients instead of adding them.
 
     Args:
         x: (N, ...), the rows.
@@ -58,7 +57,7 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute attention with the scale D^-1/2 and grouped heads.
+    """Compute softmax(q k^T D^-1/2) v, where several query heads can share a key head.
 
     Args:
         q: (S, H, L, D), queries: sequences, query heads, queries, head dimension.
@@ -70,14 +69,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
-        # On GPUs before Ampere, PyTorch's SDPA stores all scores of bfloat16 inputs, but none of float32 inputs.
+        # On GPUs before Ampere, PyTorch's fused attention supports float32, but not bfloat16.
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # PyTorch's flash operator stores no mask. With is_causal=True, 2 queries and 5 keys, the first query attends to
-        # 4 keys, and the last query to 5.
+        # With is_causal=True, 2 queries and 5 keys, the first query of the flash operator attends to 4 keys. In
+        # F.scaled_dot_product_attention, the first query would attend to 1 key.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -92,7 +91,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the query heads that share a key head, (S, H, L, D) -> (S, K, H/K*L, D), so that no keys are copied."""
+    """Join the queries of the H/K heads that share a key head: (S, H, L, D) -> (S, K, H/K*L, D)."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]
@@ -142,7 +141,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
     """Compute attention with PyTorch's fused kernel, outside autograd, and also return log-sum-exps.
 
-    On a CPU, 16-bit inputs are computed in float32, because a rounded attention output makes the gradients less exact.
+    On a CPU, 16-bit inputs are converted to float32, so that the backward pass gets an unrounded attention output.
 
     Args:
         q, k, v: as in dense_attention; has_flash_attention must be True for them.
@@ -169,12 +168,12 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
-    PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). With the attention output
-    and the log-sum-exp over all keys, the gradients can be computed for one part of the keys at a time (`k` and `v`).
+    PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). So `k` and `v` may be only a
+    part of the keys and values, if `result` is the attention to all keys.
 
-    The backward kernel computes the gradient of a score as weight * (g . value - g . output), where g is the upstream
-    gradient. If one key has nearly all the attention weight, the output nearly equals the key's value. Then the 16-bit
-    rounding error of the output dominates the difference g . value - g . output.
+    The gradient of a score is weight * (g . value - g . output), where g is the upstream gradient. If one key has
+    nearly all the attention weight, output and value are nearly equal, so rounding the output to 16 bits makes the
+    gradient inexact.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.

@@ -10,10 +10,9 @@ logit, the sum of the exponentials, and the entropy. The backward pass computes 
 overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
 zero advantage or a clipped ratio.
 
-The torch code computes blocks of logits for a few tokens and the whole vocabulary, which fit into the CPU's caches. The
-Triton code computes blocks of logits for up to 4,096 tokens and at least 2,048 ids of the vocabulary, which stay in the
-GPU's L2 cache until the next kernel reads them. The backward pass in Triton takes one part of the vocabulary after the
-other, so that the LM head's gradient is in float32 for one part only.
+A block of logits fits into the cache of the CPU or GPU. On a CPU, a block has few tokens and the whole vocabulary. In
+Triton, a block has up to 4,096 tokens and at least 2,048 ids of the vocabulary. Triton's backward pass needs a float32
+copy of the LM head's gradient for only one part of the vocabulary at a time.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
 to 0.125 nats. With bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the
@@ -109,8 +108,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # Blocks with few rows are wide, because a small matrix product would leave a part of the GPU idle. Wider blocks
-    # would take more memory, because the LM head's gradient for the ids of one block is in float32.
+    # A block with few rows gets more ids, because small matrix products leave a part of the GPU idle. More than 8,192
+    # ids would take too much memory for the float32 gradient of the LM head.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -125,7 +124,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs outside the block of logits write to one extra element at the end of `dropped`, which is not used.
+    # Pairs outside the block of logits set the extra last element of `dropped`, which has no effect.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -148,7 +147,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # A token that was forced, not sampled, may be missing from the sampler's mask, so each token's own id is added.
+    # Each token's own id is added, because a tool's tokens were not sampled and have no allowed ids.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -190,8 +189,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# The forward and the backward pass are custom operators, so that the memory estimate (diagnostics/memory.py) sees only
-# their results. The function piece_bytes computes the memory of the logits.
+# Custom operators hide the blocks of logits from the memory estimate, so diagnostics/memory.py adds piece_bytes.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -215,8 +213,8 @@ def _linear_log_softmax_backward(
     """Return the gradients of the hidden states and of the LM head; an unneeded gradient is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # On a CPU, tokens whose upstream gradients are 0 are left out. On a GPU, the host would have to wait for the number
-    # of these tokens, and a sampling mask refers to tokens by their index, so in both cases all tokens are kept.
+    # On a CPU, tokens without a gradient are left out. On a GPU, counting such tokens would make the host wait. With a
+    # sampling mask, all tokens are kept, because the mask contains token indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -294,7 +292,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes of logits that linear_log_softmax allocates on a GPU in the forward or backward pass."""
-    # In Triton, a float32 gradient overwrites its float32 logit (4 bytes), and a 16-bit gradient takes 2 more bytes.
+    # In Triton, a logit takes 4 bytes; a float32 gradient overwrites the logit, a 16-bit gradient takes 2 more bytes.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

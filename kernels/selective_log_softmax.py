@@ -25,8 +25,7 @@ The Triton kernels compute powers of 2 instead of e, because GPUs have an instru
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
-A logit of -inf would give the product -inf * 2^-inf = NaN, so the difference to the largest logit is clamped to at
-least -126; 2^-126 is the smallest normal float32 number. A NaN logit stays NaN.
+A logit of -inf would give d' 2^d' = -inf * 0 = NaN, so d' is clamped to at least -126. A NaN logit stays NaN.
 """
 
 import math
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
 
-FLOOR = -126.0  # lower limit for the base-2 difference between a logit and the row's maximum
+FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32 number
 LOG2E = 1 / math.log(2)
 
 
@@ -83,7 +82,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace logits (m, V) by (logits - row maximum) / temperature, and values below log(2^-126) by log(2^-126)."""
+    """Replace logits (m, V) by (logits - row maximum) / temperature, clamped to at least log(2^-126)."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -100,8 +99,8 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# A Triton program reads one row of logits, 8 x 1,024 logits per iteration. Each of the 1,024 columns has its own
-# running maximum and sums, so that the threads exchange data only once, after the loop.
+# A Triton program reads a row of logits in blocks of 8 x 1,024. Each of the 1,024 columns has its own maximum and sums,
+# which are combined only after the loop, because combining columns makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -116,7 +115,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Include further logits (STEPS, COLUMNS) in each column's running maximum and sums of exponentials."""
+    """Update each column's maximum and sums with a further block of logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -128,7 +127,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute top = max_j k z_j, sum_j 2^d_j and sum_j d_j 2^d_j of a row of logits z, with d_j = k z_j - top."""
+    """Return a row's largest logit, sum_j 2^d_j and sum_j d_j 2^d_j; d_j = logit j - largest logit, all in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -216,7 +215,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # tl.maximum hides a NaN logit, but then the saved sum of exponentials is NaN, and so is the gradient.
+        # If a logit is NaN, the gradient is NaN, although tl.maximum ignores NaN, because the saved sum is NaN.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)

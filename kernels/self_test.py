@@ -3,8 +3,8 @@
     python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
-A compiler can translate a kernel wrongly for one GPU. For Hopper, the assembler ptxas 12.8 (Triton 3.6 and 3.7) made a
-kernel read a register that no instruction had written, and attention outputs were 30 to 40 % off.
+A compiler can translate a kernel wrongly for one GPU. On Hopper GPUs, Triton 3.6 and 3.7 made attention outputs 30 to
+40 % wrong (triton-lang/triton#11366).
 """
 
 import os
@@ -147,7 +147,7 @@ def largest_error(kernel: str, device: str) -> float:
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
     """Print the largest relative error of each kernel; if a kernel fails, print an error message and stop."""
-    # With MINIVLMRL_SELF_TEST=0, the kernels run without starting another self-test.
+    # Without MINIVLMRL_SELF_TEST=0, the first use of a kernel would start self_test.py again.
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:

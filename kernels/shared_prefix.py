@@ -68,13 +68,13 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join each prompt's completions along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join a prompt's completions along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Split the result of by_prompt into completions again: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
@@ -89,9 +89,8 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to all keys of their prompt, and causally to their own keys.
 
-    On a CPU, attention scores of at most 4 MiB are stored. On a GPU, and for more than 4 MiB of scores, PyTorch's fused
-    kernel computes attention without storing scores. Where the fused kernel is not supported, for example for float32
-    on a GPU, the prompt's keys are copied for each completion.
+    PyTorch's fused kernel computes attention without storing scores, except for small inputs on a CPU. Where the fused
+    kernel is not supported, for example for float32 on a GPU, the prompt's keys are copied for each completion.
 
     Args:
         q: (R, H, C, D), the completions' queries.
@@ -122,8 +121,7 @@ class JoinedAttention(torch.autograd.Function):
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
     is the attention to all keys. The backward pass calls PyTorch's fused backward kernel once with the prompts' keys
-    and once with the completions' keys. In each call, the kernel gets the attention output and the log-sum-exp over all
-    keys.
+    and once with the completions' keys. Both calls get the attention output and the log-sum-exp for all keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).
@@ -149,7 +147,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # The memory layout (R, C, H, D) lets by_prompt return a view of the gradient instead of a copy.
+        # In the memory order (R, C, H, D), by_prompt can join a prompt's completions without a copy.
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(

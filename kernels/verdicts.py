@@ -69,7 +69,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Stored check results depend on Triton's environment variables, which can select another assembler.
+    # Triton's environment variables belong to the setup, because TRITON_PTXAS_PATH, for example, selects the assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 

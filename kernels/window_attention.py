@@ -13,12 +13,11 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
 
 Triton's backward pass computes the attention weights again in registers, so that only q, k and v are saved.
 
-A Triton program computes the attention of one head in one segment of at most 64 tokens. Padding a head dimension of 80
-to 64 + 16 instead of 128 would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products with
-64 rows and 16 or 32 columns wrongly for sm_90.
+A Triton program computes the attention of one head in one segment of at most 64 tokens. A head dimension of 80 is
+padded to 128, not to 64 + 16, because of a compiler bug in Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-On an H200, attention for the windows of eight photographs (forward and backward, bfloat16) takes 0.995 ms in one call
-of varlen_attn, and 38.8 ms in 128 calls of scaled_dot_product_attention.
+On an H200, attention for the windows of eight photographs (forward and backward) takes 1 ms with one call of
+varlen_attn, and 39 ms with 128 calls of scaled_dot_product_attention.
 """
 
 import math
@@ -31,13 +30,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# The registers of a Triton program hold a segment of at most 64 tokens with head dimension 128. In float32, a thread
-# would spill 8 KB of registers, so a GPU computes float32 attention with torch.
+# the largest segment that fits into a GPU's registers in 16 bits; float32 attention on a GPU is computed with torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Sorting segments by length saves attention calls. On a CPU, one attention call takes as long as sorting 128 tokens, so
-# segments are sorted if calls would have fewer than 128 tokens on average.
+# Segments are sorted by length if attention calls would have fewer than 128 tokens on average. On a CPU, a call takes
+# as long as sorting 128 tokens.
 TOKENS_PER_CALL = 128
 
 
@@ -108,7 +106,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Store a padded block of numbers without the padding."""
+    """Write the first `length` rows and the first D columns of a padded block to x."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -127,7 +125,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr):
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute attention weights (ROWS, ROWS) from the products of queries and keys."""
+    """Compute a segment's attention weights (ROWS, ROWS) from the products of all its queries and keys."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])

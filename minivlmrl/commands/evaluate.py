@@ -8,8 +8,7 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on seve
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations. The default recipe is config.yaml of the run that trained the model; else minivlmrl.yaml beside the
 weights; else recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a whole model or of an
-adapter. The recipe's section `adapter` is ignored: a whole model has its adapter merged into the weights, and an
-adapter's folder has its own options.
+adapter. An adapter's options are read from its folder, not from the recipe's section `adapter`.
 """
 
 import argparse
@@ -126,8 +125,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # load_config rejects a recipe from a model's folder if a reward names a code file. Training rewards are therefore
-    # read only if data.eval_rewards is not set.
+    # A recipe from a model's folder must not name a code file, so training rewards, which can be code files, are read
+    # only if data.eval_rewards is not set.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)

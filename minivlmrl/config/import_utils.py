@@ -61,8 +61,8 @@ def recipes_folder() -> Path:
 @functools.cache
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, and return the resulting module."""
-    # The module is named after the path of its file, so that pickle and inspect find the module by the same name on
-    # every rank. Dots in the path are replaced, because Python would take the text before a dot for a package.
+    # A user's module is named after the path of its file, so that pickle finds the module on every rank. Dots in the
+    # path are replaced, because a dot in a module's name ends the name of a package.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module

@@ -166,8 +166,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # In a recipe from a model's folder, a quoted text in a function's options is refused like code, because the
-            # text could name a URL, a file or a function.
+            # A recipe from a model's folder may not pass a quoted text to a function, as in "name(url='...')", because
+            # the text could name a URL, a file or a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located

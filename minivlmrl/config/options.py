@@ -258,8 +258,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
-    # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In 16 bits,
-    # the root mean square over all tokens may be at most a tenth of max_logp_mismatch
+    # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In bfloat16,
+    # only the root mean square of all tokens' differences is checked, against max_logp_mismatch / 10
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers each layer's weights in each forward pass
     gather_weights: bool = True
@@ -287,8 +287,8 @@ class ShardingOptions:
     # number of full copies of the model among all ranks; with one copy per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not once per micro-batch, which is faster, but needs
-    # memory on each GPU for all weights, and for all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, not per micro-batch. This saves time, but each GPU
+    # needs memory for all weights, and for all gradients in float32
     once_per_step: bool = False
 
 
