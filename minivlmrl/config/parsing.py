@@ -24,7 +24,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
-# {name of an option in TRL or transformers: name of the same option in minivlmrl}
+# {option of TRL or transformers: option of minivlmrl}
 TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
@@ -133,7 +133,6 @@ class Reader:
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            # A section of options may already be a dataclass instead of a dict.
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
@@ -144,7 +143,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # Literal[1] must reject True, although 1 == True in Python, so types are compared, too.
+            # Types are compared, too: Literal[1] must reject True, which equals 1 in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))
@@ -254,7 +253,7 @@ def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -
 
 
 class Option(NamedTuple):
-    """An option of a recipe: a dataclass field whose value is not itself a section of options."""
+    """An option of a recipe, such as grpo.beta."""
 
     path: str  # name on the command line, such as "seed" or "grpo.beta"
     name: str  # name in its section
@@ -324,8 +323,8 @@ def type_text(hint: TypeHint) -> str:
 
 
 def within_bounds(number: float, bounds: str) -> bool:
-    """Return True if a number is within bounds such as ">= 1" or "(0, 1]"; text after a semicolon is ignored."""
-    interval = bounds.partition("; ")[0]
+    """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
+    interval = bounds.partition("; ")[0]  # without the advice for an error message
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))

@@ -18,9 +18,8 @@ class Overtime(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
-    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. time_limit has
-    no effect on Windows or outside the main thread. Code that replaces the handler of SIGALRM, and C code that never
-    returns, is not interrupted.
+    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no time
+    limit on Windows, outside the main thread, for C code that never returns, and for code that handles SIGALRM itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -38,16 +37,16 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The exception Overtime may have interrupted the first call of setitimer, so the timer is stopped again.
+        # The timer still runs if Overtime interrupted the first call of setitimer.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # signal.signal returns None for a handler that C code has installed, but does not accept None as a handler.
+        # `former` is None if C code installed the former handler; signal.signal does not accept None.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Shorten the time limit that is running, and all later time limits, to at most `seconds`.
+    """Lower the current time limit and all later time limits to at most `seconds`.
 
-    A run calls shorten_limits after a stop signal, so that the run does not wait for a reward that hangs.
+    After a stop signal, a run calls shorten_limits, so that a reward that hangs does not delay the run's end.
     """
     global longest
     longest = seconds

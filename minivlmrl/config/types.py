@@ -13,7 +13,7 @@ Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative 
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# parts of a model; "vision" is the vision tower, without the merger that projects its output
+# parts of a model; the merger projects the vision tower's output to the size of text embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of the coordinates of boxes
 Count = Annotated[int, ">= 1"]

@@ -1,7 +1,6 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-The table RULES says when and why an option has no effect. The method TrainingOptions.without_effect lists the options
-of a training stage that have no effect.
+The method TrainingOptions.without_effect lists the options of a training stage that have no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,17 +9,17 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (names of options, reason why the options have no effect, function that returns True if the reason holds)
+# for example ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", function that returns True if kl_coef is 0)
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
-    """Return True if GRPO takes one optimizer step per rollout, so that the ratio of policies is 1 for each token."""
+    """Return True if GRPO takes one optimizer step per rollout: each ratio of new to old probabilities is 1."""
     return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
 
 
 def own_loss(run: RunConfig) -> bool:
-    """Return True if the GRPO loss is a user's function, which may read every option in the section grpo."""
+    """Return True if the GRPO loss is a user's function: any option of grpo may then have an effect."""
     return ":" in run.grpo.loss_type
 
 

@@ -11,14 +11,14 @@ class Control(str):
 
 
 class RewrittenTurnsError(ValueError):
-    """Raised if a chat template renders a turn differently when more turns follow, for example without its thought."""
+    """Raised if a chat template changes a turn when more turns follow, for example drops the turn's thought."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders for an image and a video. Write `piece is IMAGE`; `piece == IMAGE` is also True for ordinary text.
+# Placeholders. Compare with `piece is IMAGE`; `piece == IMAGE` is also True for a user's text "<|image_pad|>".
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -113,7 +113,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts if both are trained or both are untrained, because no token may contain both kinds."""
+    """Join neighbouring texts, but keep texts with and without a loss apart, so that no token contains both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

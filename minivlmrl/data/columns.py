@@ -18,7 +18,7 @@ TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns that are read in every training stage
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-# {reserved column name: advice in the error message}
+# {column name that rows must not have: how to mend the row}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# {column that minivlmrl ignores: what the column says in other projects}
+# {column that minivlmrl ignores: the column's meaning in other projects}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -48,7 +48,7 @@ MEANINGS = {
 }
 # columns in which other projects store a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
-# columns in which other projects store what belongs to a prompt, such as its answer
+# columns in which other projects store an answer, a rating, earlier turns or answer choices
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -67,7 +67,7 @@ COLUMN_TYPES = {  # {column: its values' type and bounds}
 
 
 class ForeignLayoutError(ValueError):
-    """Raised for a row with the columns of another project, which only the command `convert` reads."""
+    """Raised for a row in the layout of another project, such as ms-swift; the command `convert` can read the row."""
 
 
 def find_format(name: str) -> Callable[[dict], dict]:

@@ -80,6 +80,6 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # snapshot_download could wait forever for the hub, so a request with a timeout first checks the connection.
+    # Without a connection, snapshot_download could wait forever, but model_info fails after NETWORK_SECONDS.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())

@@ -55,7 +55,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # Without the argument `reads`, rows may have the column `label`, which a user's own stage can train on.
+        # `reads` is None if a user's own code may read any column, including `label`.
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})

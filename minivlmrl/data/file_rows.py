@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 class FileRows(Sequence[Row]):
     """A dataset that is read from files, and whose rows can be inspected without decoding images."""
 
-    # A hash of each row's prompt and of its files' sizes. Only rank 0 reads the sizes, because a disk can be slow.
-    prompt_hashes: list[int]
+    prompt_hashes: list[int]  # a hash of each row's prompt and of the sizes of the row's files
     unread: list[str]  # columns that no stage and no reward reads
 
     @abstractmethod

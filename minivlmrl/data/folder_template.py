@@ -37,9 +37,9 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
-# files that can contain a chat template, in the order in which transformers looks for the template
+# files that can contain a chat template, in the order of transformers
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of Qwen's chat template for Qwen2-VL and Qwen2.5-VL, and of TRL's version of this template
+# sha256 of Qwen2.5-VL's chat template as Qwen and TRL publish it; chat_template.py renders this template
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
@@ -73,7 +73,7 @@ class ChatTemplate:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
             raise self._error(error) from error
-        # Longer control tokens come first in the regular expression, because a token can begin with a shorter token.
+        # The regular expression tries longer control tokens first, because a token may begin with another token.
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
         controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
@@ -83,14 +83,14 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # Rendered texts are searched for control tokens, because a template can contain '<|' + message.role + '|>'.
+        # Rendered texts are searched, too: a template may build a control token, as in '<|' + message.role + '|>'.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # A token of a single character is no control token, because the character may occur in ordinary text.
+            # A special token of a single character, such as "#", is left out, because users' texts may contain "#".
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -121,7 +121,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to a list of texts and control tokens.
 
-        The texts and control tokens, joined to one text, equal what transformers' apply_chat_template returns.
+        Joined to one text, the texts and control tokens equal the result of transformers' apply_chat_template.
 
         Raises:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
@@ -194,7 +194,7 @@ class ChatTemplate:
 
     @cached_property
     def opened(self) -> str:
-        """The end of a prompt that begins a thought, such as "<think>\\n"; "" if the template writes no tag <think>."""
+        """The opening tag at the end of every prompt, such as "<think>\\n"; "" if the template writes no tag."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
@@ -220,7 +220,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # A rare Chinese letter is inserted, because chat templates and JSON do not change letters.
+        # The mark is a Chinese letter that no text contains; a template could strip or escape other characters.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -250,7 +250,7 @@ class ChatTemplate:
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Return a copy of a chat template with values for some of the template's variables.
+    """Return a copy of a chat template in which variables, such as enable_thinking, have values.
 
     Args:
         template: template to copy; None stands for chat_template.render.
@@ -273,8 +273,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression that finds the first character of a control token in a user's text."""
-    # A template could make a control token of "<|im_ end|>", by removing spaces, or of "<|im_", by appending a text.
+    """Return a regular expression for the first character of a control token, such as the < of "<|im_end|>"."""
+    # Also find "<|im_ end|>", whose space a template could strip, and "<|im_" at the text's end, before other text.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -310,7 +310,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # A Python object is replaced by the name of its type, because a template could run code through methods.
+    # A template could call the methods of a Python object, so the object is replaced by the name of its type.
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
@@ -331,9 +331,9 @@ def _template_in(path: Path) -> str | None:
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Templates may contain {% break %}, but templates with {% generation %} are refused. The sandbox blocks access to
-    Python internals and files, and range() over more than 100,000 items. Jinja's sandbox does not limit time or memory
-    (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
+    A template may use {% break %}, but not {% generation %}. The sandbox blocks access to Python internals and files,
+    and range() over more than 100,000 items. Jinja's sandbox does not limit time or memory (for example
+    {{ 'x' * 10**9 }}), so use only templates that you trust.
     """
 
     def fail(message: str):

@@ -176,11 +176,9 @@ class ImageProcessor:
     # CLIP's mean and standard deviation of each colour channel, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    # function that resizes and normalises images or frames, such as resize_frames
     resize: Callable[..., np.ndarray] = resize_frames
     videos: Any = None  # class that resizes videos for Qwen3-VL; None for Qwen2.5-VL
-    # dtype of the patches; patches in 16 bits halve the bytes that are copied to a GPU
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the patches; in 16 bits, fewer bytes are copied to a GPU
 
     @property
     def factor(self) -> int:

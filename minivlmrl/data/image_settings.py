@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # Pixels stay uint8, as in transformers, so that torch rounds after resizing the width and the height.
+        # Pixels are uint8, as in transformers: torch rounds after resizing the width, and after resizing the height.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -33,7 +33,7 @@ def torch_resize_frames(
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {value of data.resize_backend: function that resizes images}; checkpoints were trained with Pillow's resizing
+# {value of data.resize_backend: function that resizes images}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
@@ -43,7 +43,7 @@ Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# image settings for which only one value is supported; the values are also written to saved checkpoints
+# image settings, each with the only value that is supported
 FIXED = {
     "do_resize": True,
     "do_rescale": True,

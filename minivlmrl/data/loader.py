@@ -34,8 +34,8 @@ class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches of rows, one batch for each rollout.
 
     A batch has the rows of `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again for
-    every pass over the dataset. Each row gets the key "seed/stage/batch/position", which seeds its random numbers, so
-    that any number of ranks samples the same completions. Background threads compute the next batch's prompts.
+    every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that any number
+    of ranks samples the same completions. Background threads compute the next batch's prompts.
 
     Args:
         draws: number of batches that a resumed run has already used.
@@ -48,8 +48,7 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Images in answers are decoded in advance only to skip unreadable rows. Tokenizing an answer decodes its images
-        # again.
+        # answers whose images are decoded in advance, to skip rows with an unreadable image
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
@@ -107,7 +106,7 @@ class Batches(Iterator[list[Row]]):
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Wait until threads have prepared rows, and warn once about each unreadable row."""
+        """Return the rows that threads prepare, and warn once about each unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)

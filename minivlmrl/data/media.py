@@ -66,7 +66,7 @@ EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
-# Pillow's warning about large images is ignored once for all threads, because threads share the warning filters.
+# Pillow's warning about large images is ignored in the whole process, because threads share warning filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
@@ -259,7 +259,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # In Hugging Face's {"bytes": ..., "path": ...}, bytes and path mean the same image, so only the bytes count.
+        # Hugging Face's {"bytes": ..., "path": ...} is a single image, so only the bytes are yielded.
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -293,7 +293,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) for each image, video and frame. The path is "" for bytes and data URIs."""
+    """Yield (source in the row, path of the file) for each image, video and frame; the path of bytes is ""."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):

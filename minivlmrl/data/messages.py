@@ -1,4 +1,4 @@
-"""Build and check the messages of a conversation, and place images and videos in the messages.
+"""Build and check the messages of a conversation with images and videos.
 
 A message is {"role": "user", "content": ...}, as transformers' chat templates expect. A message's content is a text or
 a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may

@@ -13,7 +13,7 @@ from minivlmrl.errors import error_context
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
     """Concatenate the rows of several data files, and repeat them according to each file's option `weight`.
 
-    Example: with the weight 2.5, half of a file's rows occur three times, and half twice.
+    Example: of a file with `weight: 2.5`, half of the rows occur three times in the dataset, and half twice.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
@@ -34,7 +34,7 @@ def sample(strategy: str, total_rows: int) -> list[int]:
         strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
             rows are the same for every run seed.
 
-    Source: sampling_strategy in VLM-R1's grpo_rec.py has the same strategies.
+    Source: sampling_strategy in VLM-R1's grpo_rec.py.
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys of a message part that contain its image, video or text; all other keys, such as max_pixels, are options
+# keys for the kind and content of a message part; other keys, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -64,10 +64,10 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # For Qwen3-VL, the prompt shows each temporal patch of a video as an image that follows a timestamp.
+        # In Qwen3-VL's prompt, every two frames of a video are one image after a timestamp, such as "<0.3 seconds>".
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        # torch.cat needs at least one tensor, also for a prompt without images
+        # for a prompt without images, because torch.cat refuses an empty list
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. The value `seconds` is
-        0 for an image; Video.patches describes the value for a video.
+        The patch grid is the number of patches in time, height and width. An image has 0 seconds; for a video,
+        `seconds` is the third value that Video.patches returns.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -140,7 +140,7 @@ def shown_parts(
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # images are yielded one by one, so that only one decoded image is in memory
+    # one image at a time: a row's `images` decodes an image at each access, to save memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -158,8 +158,8 @@ def encode_completion(
     An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    If the chat template drops the thoughts of earlier turns, the result's `turns` has one Completion, with its own
-    prompt, for each assistant turn.
+    If the chat template drops the thoughts of earlier turns, each assistant turn becomes a separate Completion in
+    `turns`, with all earlier turns as its prompt.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -191,7 +191,7 @@ def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> C
 def encode_windows(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> list[tuple[list[dict], Completion]]:
-    """Tokenize an answer as one sequence or, if the chat template rewrites earlier turns, turn by turn.
+    """Tokenize an answer as one sequence, or turn by turn if the chat template drops the thoughts of earlier turns.
 
     Returns:
         For each sequence, its prompt's messages and the tokens that follow this prompt.

@@ -53,7 +53,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # The reason for a missing image may be a misspelt column name, which the error of check_unread contains.
+        # If the images are in a misspelt column, such as `imge`, check_unread raises a clearer error.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -192,21 +192,20 @@ def place_answers(
 ) -> tuple[list[dict], list[Media], Answers]:
     """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
 
-    If `chosen` and `rejected`, the two answers of a pair, contain images, both contain the same images of the row.
+    If the answers `chosen` and `rejected` of a pair contain images, both contain the same images.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # An answer shows an image by an image part, or by the tag <image> in a user or tool turn. If no answer shows an
-    # image, all images of the row belong to the prompt.
-    shown = {}
+    shown = {}  # answers with an image part, or with the tag <image> in a user or tool turn
     for name, turns in answers.items():
         if isinstance(turns, list):
             others = [turn for turn in turns if turn["role"] != "assistant"]
             if shown_parts_of(turns) or any(MARK.search(text_of(turn)) for turn in others):
                 shown[name] = turns
     messages, media, placed = prompt, [], dict(answers)
+    # If no answer contains an image, all images of the row belong to the prompt.
     for name, turns in (shown or {place: []}).items():
         with error_context(f"column {_column(name, place)!r}"):
             conversation, media = place_media([*prompt, *turns], row_media, options)

@@ -9,15 +9,14 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at the beginning of an answer; the first tag <think> may be missing, because it can be the end of the prompt
+# thoughts at the beginning of an answer; the first tag <think> is missing if the prompt ends with <think>
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Find the first text that a chat template has left out of the rendered messages, and describe the text.
+    """Describe the first text of the messages that a chat template did not render.
 
-    The search ignores whitespace, because many chat templates strip texts. A chat template may change the order of
-    texts, and escape the arguments of tool calls as in JSON.
+    A chat template may change whitespace and the order of texts, and escape the arguments of tool calls as in JSON.
 
     Args:
         history: number of earlier messages. Their thoughts may be missing, because templates of reasoning models drop
@@ -55,7 +54,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # Long texts are searched first and removed, so that a short text is not found inside a long text.
+    # Longer texts are found and removed first, so that a short text is not found inside a longer text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
@@ -102,7 +101,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the ways in which a chat template can write a text: unchanged, or escaped as JSON once or twice."""
+    """Return a text as chat templates may write the text: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

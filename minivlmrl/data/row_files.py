@@ -1,7 +1,6 @@
 """Read the rows of data files in the formats JSON Lines, JSON and parquet.
 
-The text of a JSON file stays in memory, but each row is parsed only when it is read. Rows of a parquet file are loaded
-from the disk when they are read.
+The text of a JSON file stays in memory. Rows of a parquet file are loaded from the disk when they are read.
 """
 
 import bisect
@@ -50,7 +49,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the end of an error message, which advises a command that converts a data file."""
+    """Return the end of an error message: "convert the file once with `python -m minivlmrl convert ...`"."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format, "columns": renamed and json.dumps(renamed)}
     given = {name: _for_shell(value) for name, value in options.items() if value}
@@ -61,7 +60,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # Error messages shorten long texts in quotes, so a long path is escaped with backslashes, and not with quotes.
+    # A long path is escaped with backslashes, because error messages shorten long texts in quotes.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -160,7 +159,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: (path of its file, index of the file's first row, open file, index of the row group)
+        # for each row group: path of the file, index of the file's first row, open file, index of the group in the file
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:

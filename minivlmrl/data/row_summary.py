@@ -99,7 +99,7 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator["RowSize"]:
-    """Yield the size of each row without videos that has more than `limit` tokens in its prompt and longest answer.
+    """Yield the size of each row, except rows with videos, whose prompt and longest answer exceed `limit` tokens.
 
     If skip_unreadable is False, an unreadable row raises ValueError.
     """
@@ -138,12 +138,12 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """The cost by which rows are sorted: tokens in the decoder plus image tokens in the vision tower."""
+        """Rough cost of a row: tokens in the decoder plus image tokens in the vision tower."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the sizes of a dataset's largest readable rows, in descending order."""
+    """Return the sizes of a dataset's largest rows, the largest first, without unreadable rows."""
     numbers = range(min(len(rows), SAMPLE))  # the rows of data.task are all similar
     if isinstance(rows, FileRows):
         counter = counting_processor(processor)

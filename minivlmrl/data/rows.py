@@ -47,7 +47,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # FSDP2's hooks walk through all dataclass fields of a model's arguments, so Prompt.row is no dataclass field.
+        # Prompt.row is no dataclass field, because FSDP2 would copy the row in each forward pass.
         self.row: Row | None = None
 
 
@@ -67,7 +67,7 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # number of token ids that top_k, top_p and min_p allowed at each of the C positions, and all allowed ids in order
+    # with filters such as top_k: the number of ids from which each token was sampled (C,), and the ids of all tokens
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
@@ -100,7 +100,7 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT: a text, or turns in which each image is a function that decodes the image file
+    # demonstrated answer for SFT: a text, or turns; an image in a turn is a function that decodes the image file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
@@ -134,8 +134,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for sampling completions.
 
-    The random numbers of a prompt depend only on the prompt's text in `keys`, so that completions do not depend on
-    batches and ranks.
+    Each text in `keys` seeds the random numbers of one prompt, so that completions do not depend on batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

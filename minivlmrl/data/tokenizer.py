@@ -62,11 +62,11 @@ class Tokenizer:
         """Set the control tokens that only a chat template may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # encode_special_tokens means that the text "<|im_end|>" is encoded as ordinary characters
+        # so that the text "<|im_end|>" is encoded as ordinary characters
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # the ids of added tokens can have gaps, so the largest id gives the vocabulary size
+        # some ids below the largest id may have no token
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:

@@ -73,7 +73,7 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is decoded when its model is known, because each model family samples frames differently."""
+    """A video file whose frames are read only with a model's processor: model families sample different frames."""
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 

@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest relative difference that rounding may cause between cached and newly computed image embeddings
+# largest relative difference, due to rounding, between cached and newly computed image embeddings
 CACHE_TOLERANCE = 0.05
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
@@ -50,9 +50,9 @@ class InputCheck(Callback):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning for each kind of fault in the inputs of an optimizer step.
+    """Return a warning for each problem of a step's inputs, such as an image that has no effect on the loss.
 
-    With FSDP, a micro-batch's tokens and patches are compared with the data file, but gradients are not checked.
+    Tokens and image patches are compared with the data file; their gradients are checked only without FSDP.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -71,7 +71,7 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 @dataclass
 class Part:
-    """A segment of a packed sequence: a prompt, or one completion of a prompt."""
+    """A prompt or a completion in a packed sequence."""
 
     prompt: Prompt
     is_prompt: bool
@@ -98,11 +98,11 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # A prompt whose sampled completions all have the advantage 0 rightly has no gradient.
+        # If all sampled completions of a prompt have the advantage 0, the gradient of the prompt must be 0.
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # If no token after an image is trained on, the image's gradient is rightly 0.
+            # An image only affects later tokens. If no later token has a loss, the image's gradient must be 0.
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -128,7 +128,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # A new value head multiplies hidden states by 0. The states' mean is added, so that gradients reach the inputs.
+        # The weights of a new value head are 0, and pass no gradient, so the hidden states' mean is added.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Encode the rows of a micro-batch again, and yield (prompt, problem) for each difference."""
+    """Yield (prompt, problem) if a micro-batch does not have the tokens and patches of its rows in the data file."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
@@ -161,14 +161,14 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # an environment has written the prompt
         if not part.is_prompt:
-            # An answer in a micro-batch may lack its last token, because the last token predicts nothing.
+            # A micro-batch may leave out the last token of an answer, because the last token predicts nothing.
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # If a chat template drops the thoughts of earlier turns, each later turn has a prompt of its own.
+        # If the chat template drops the thoughts of earlier turns, an answer has a separate prompt for each turn.
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -185,7 +185,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if decoding the tokens of a prompt does not give the texts of its row."""
+    """Yield a problem if the decoded tokens of a prompt lack a text of the prompt's row."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

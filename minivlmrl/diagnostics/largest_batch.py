@@ -41,7 +41,7 @@ def try_largest_batches(
 ):
     """Sample completions and compute gradients once for the largest batches, which fails if memory is too small.
 
-    Trying a batch does not change weights, optimizer state or random generators, but removes all gradients.
+    Weights, optimizer state and random generators do not change; all gradients are removed.
 
     Args:
         datasets: {name of a training stage: its rows}, and the held-out rows under "eval".
@@ -78,7 +78,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample one token per completion, but reserve the KV cache for max_new_tokens tokens."""
+    """Sample one token per completion, with a KV cache for max_new_tokens tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

@@ -1,8 +1,8 @@
 """Estimate the GPU memory that each phase of training needs (sampling, scoring, forward and backward pass).
 
-The memory for activations is counted while a forward and a backward pass run on the meta device, whose tensors have a
-shape but no values. The sizes of weights, gradients and optimizer state are computed from the number of parameters,
-their dtypes and the sharding.
+Activations are counted in a forward and backward pass on the meta device, whose tensors have a shape but no values. The
+sizes of weights, gradients and optimizer state are computed from the number of parameters, their dtypes and the
+sharding.
 """
 
 import copy
@@ -50,8 +50,7 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 RESERVE = 3 * GB  # for the CUDA context, NCCL's buffers and gaps between allocations
-# Bytes that sampling needs for each completion and vocabulary token: a logit and a probability in float32, the
-# probability as int64, and two cumulative sums in int64. Filters such as top_p need a sixth more.
+# bytes per logit while a token is sampled: the logit and its probability in float32, and three values in int64
 DRAW_BYTES = 32
 TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
 
@@ -74,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of tensor storages whose bytes must not be added, or have already been added
+        # addresses of the tensor storages that existed before, such as the weights', and of those counted so far
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # number of bytes
         self.peak = 0  # largest number of bytes so far
@@ -171,7 +170,7 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak bytes of activations in a forward pass, with a backward pass if `train` is true."""
+        """Return the peak bytes of activations in a forward pass, and in a backward pass if `train` is true."""
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
             if train:
@@ -196,7 +195,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models, and a tracker that counts the bytes of their forward and backward passes."""
+        """Yield copies of the models, and a tracker of the memory in forward and backward passes of the copies."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -208,7 +207,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # AllocationTracker counts tensors when they are created, so a cached vision layout would not be counted
+        # AllocationTracker counts only new tensors, so the tensors that lay_out has cached must be created again
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -230,12 +229,12 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # each gradient is removed at once, because train_items counts the bytes of all gradients separately
+    # gradients are estimated separately, and must not count as activations
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # scaled_dot_product_attention stores all attention scores on the meta device, but a fused kernel on a GPU does not
+    # on the meta device, PyTorch's attention would create all attention scores, which a GPU's kernel does not store
     mask = attn_mask if q.dtype == torch.float32 else None  # in 16 bits, a GPU needs no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -285,7 +284,7 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """The part of a sharded tensor that is in the memory of one GPU, for example 0.25 with four shards."""
+        """Return the fraction of a sharded tensor that one GPU stores, for example 0.25 with four shards."""
         sharding = self.run.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
@@ -328,7 +327,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the numbers of prompts and tokens in the largest sampling batch of a rollout on one GPU."""
+    """Return the shape of the largest batch of completions that one GPU samples in a rollout."""
     config, sampling = question.options, question.run.sampling
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / question.gpus)
@@ -337,7 +336,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the numbers of prompts and tokens in the largest sampling batch of an evaluation on one GPU."""
+    """Return the shape of the largest batch of completions that one GPU samples in an evaluation."""
     sampling = evaluation_sampling(question.run.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -345,7 +344,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the numbers of prompts and tokens in the largest batch that rows of the given sizes can form.
+    """Return the shape of the largest batch that rows of the given sizes can form.
 
     Args:
         completions: number of tokens in each completion of a prompt.
@@ -404,7 +403,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The prompts' activations are freed before the first token is sampled, so the logits can use that memory.
+    # The activations of prompts are freed before logits are computed, so only the larger of the two items counts.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -444,11 +443,11 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # The gradients of gathered weights need as many bytes as the gathered weights.
+    # times 2, because each gathered weight has a gradient of the same size
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # sharding.once_per_step keeps the weights of all blocks gathered, and a float32 sum of the gradients of each
-        # weight. The gradients of two blocks also exist in the dtype of the weights.
+        # All weights stay gathered, and each trained weight has a gradient in float32.
+        # In addition, the gradients of two blocks exist in the dtype of the weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -463,17 +462,16 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the logits that are in memory at once while log-probabilities are computed."""
+    """Return the peak bytes of logits while log-probabilities are computed."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the bytes of weights, optimizer state and other tensors that all phases need, summed over all shards."""
+    """Return the bytes, before sharding, of the tensors that all phases need, such as weights and optimizer state."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    # With adapters, a second model such as the reference model shares the policy's base weights.
     adapters = bytes_of(adapter_parameters(policy))
     optimizer = build_optimizer(models, question.options, run.optimizer)
     begin_state(optimizer, trained_parameters(models))
@@ -483,7 +481,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # the policy is in memory besides the trained model
+    if not question.trainer.trains_policy:  # the policy is a second model; with adapters, the base weights are shared
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in run.rewards:
         path = run.reward_model.path
@@ -493,7 +491,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of the reference model without the base weights that the reference shares with the policy."""
+    """Return the bytes of the reference model, without the weights that belong to the policy, too."""
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
         return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize
