@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # name endings of the layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# names of the patch settings in ImageProcessor and in VisionConfig
+# {field of ImageProcessor: field of VisionConfig with the same meaning}
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
@@ -44,7 +44,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # vocab_size in the text_config of a config.json may be larger than the number of tokens in the tokenizer
+    # A larger vocab_size in the section text_config of config.json is kept; the embedding then has unused rows.
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -96,11 +96,9 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Learned position embeddings have the standard deviation vision_config.initializer_range, which may be larger than
-    0.02, because patch embeddings have values of order 1.
+    Learned position embeddings have the standard deviation vision_config.initializer_range.
 
-    Matrices that write into the residual stream of n blocks get the variance 1/(2 n fan_in), so that activations do not
-    grow with the depth.
+    As in GPT-2, the output projections of attention and MLP are divided by sqrt(2 n), where n is the number of blocks.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):

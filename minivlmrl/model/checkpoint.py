@@ -115,8 +115,7 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # If LM head and embedding are tied, a stored LM head must equal the embedding, because transformers 4 uses the
-    # embedding, and transformers 5 the stored head.
+    # For a tied LM head, transformers 4 uses the embedding, and transformers 5 a stored head, so both must be equal.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -129,7 +128,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # The sum of a weight is NaN or infinite if any value of the weight is.
+    # A single NaN or infinite value makes the sum NaN or infinite.
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -147,7 +146,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor, which frees the memory-mapped pages of earlier tensors.
+        # Closing the file after each tensor frees the memory of the tensors that have been read.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -293,7 +292,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # Training ends each turn with <|im_end|>, which is not an end token in a base model's generation_config.json.
+    # Trained completions end with <|im_end|>, which is no end token in a base model's generation_config.json.
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

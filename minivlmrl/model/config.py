@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# The number of layers is limited, because building a million layers by mistake would take minutes.
+# A depth of a million, set by mistake, would take minutes to build.
 Depth = Annotated[int, "[1, 1000]"]
 
 

@@ -30,8 +30,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # transformers 5 always writes the default of tie_word_embeddings into text_config, so the value outside of
-    # text_config has priority.
+    # The top-level value has priority, because transformers 5 always writes the default into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
@@ -94,9 +93,9 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Merge JSON objects as dict.update does, except that null does not replace another value.
+    """Merge JSON objects as dict.update does, but null replaces no value: {"a": 1} and {"a": null} give {"a": 1}.
 
-    transformers 4.52 to 4.56 write null into text_config for keys that have a value outside of text_config.
+    Some transformers releases write null into text_config for keys with a value at the top level of config.json.
     """
     merged = {}
     for section in sections:

@@ -96,8 +96,7 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """Run all decoder layers and the final norm.
 
-        Only attention mixes tokens, so the MLP of the last layer processes only the tokens whose hidden states are
-        returned.
+        After the last attention, no token depends on another, so the last MLP processes only the selected tokens.
 
         Args:
             x: (N, hidden_size) token embeddings.

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. The function inject_adapters
-replaces layers of a finished model, so the decoder, the sampler and the losses have no code for adapters.
+replaces linear layers of a finished model; decoder, sampler and losses need no change.
 
 Dimension letters: N tokens, r rank of an adapter.
 """
@@ -66,7 +66,7 @@ class LoRALinear(ReplacedLinear):
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # function that applies dropout to the adapter's input; set by the context manager `dropout`
+        # applies dropout to the adapter's input inside a block `with dropout(...)`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Add a LoRA update to a base layer's result: base_result + scaling * x A^T B^T, with TF32 products.
 
-    For TF32, tensor cores round the factors of a float32 product to 11 significant bits, and sum in float32. A bfloat16
-    input x has 8 significant bits, so TF32 does not change x. The forward and the backward pass each switch TF32 on,
-    because torch's setting is global.
+    TF32 rounds the factors of a float32 product to 11 significant bits, and sums in float32. A bfloat16 input x is not
+    rounded, because it has only 8 significant bits. The forward and the backward pass each switch TF32 on, because
+    torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -152,9 +152,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask's seed is a hash of
-    `key` and the layer's name, so that activation checkpointing and a resumed run repeat the mask. All completions of a
-    prompt share the dropout mask of the prompt's tokens.
+    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A layer's dropout mask depends only
+    on `key` and the layer's name, so activation checkpointing computes the same mask again. All completions of a prompt
+    share the dropout mask of the prompt's tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -166,11 +166,10 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Inside a `with` block on a GPU, replace float32 adapters by 16-bit copies if the base layer is 16-bit.
+    """Sample with 16-bit copies of float32 adapters inside a `with` block, for 16-bit base layers on a GPU.
 
-    A decode step multiplies few tokens, so the float32 products in an adapter would take longer than its 16-bit base
-    layer. The adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are
-    small beside W.
+    For the few tokens of a decoding step, a float32 adapter takes longer than its 16-bit base layer. Merging the
+    adapters would lose most small updates, because W + scaling * B A is rounded to 16 bits.
 
     The adapters' 16-bit copies keep their memory addresses inside the `with` block, as CUDA graphs require.
 
@@ -232,9 +231,9 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
+    """Quantise linear layers of the decoder, and the base layers of all adapters, to NF4.
 
-    The routers, the head, the embeddings, and vision layers without adapters are not quantised.
+    The LM head, embeddings, routers of experts, and vision layers without adapters keep their dtype.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -268,7 +267,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Set a model's parameters to full tensors, converted to their device and dtype; each rank keeps its own shard."""
+    """Set a model's parameters to full tensors of any dtype; each rank keeps its own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -280,7 +279,7 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the names of the linear layers, without lm_head, that one entry of adapter.target selects."""
+    """Return the names of the linear layers that an item of the option adapter.target selects, never lm_head."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets  # parts of this family

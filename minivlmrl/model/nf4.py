@@ -2,8 +2,8 @@
 
 Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by its
 block's scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The blocks' scales are
-also quantised ("double quantisation"): their mean is subtracted, and each difference is stored in 8 bits. In total, NF4
-takes 4.13 bits per value. Every forward and backward pass unpacks the NF4 weights again.
+also quantised ("double quantisation"): their mean is subtracted, and each difference is stored in 8 bits. Values and
+scales together take 4.13 bits per value. Every forward and backward pass unpacks the NF4 weights again.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def dynamic_code(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Divide each block of values by its largest absolute value, and round to the nearest values in a table.
+    """Divide each block of values by its largest absolute value, and round to the nearest values in `code`.
 
     Args:
         values: (rows, n) float32.
@@ -84,7 +84,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return the tensors of an NF4 weight on the meta device, without values."""
+    """Return the result of pack_nf4 for a weight on the meta device."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
@@ -97,7 +97,7 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # A CPU unpacks 4096 NF4 blocks at a time, which fit into its cache; unpacking all at once takes 3 times as long.
+    # 4096 NF4 blocks fit into a CPU's cache; unpacking all blocks at once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values for each byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -125,7 +125,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # pack_on_meta caches its results, because a memory estimate packs thousands of experts of equal shape.
+        # A memory estimate packs thousands of expert weights of equal shape, so the packed shapes are cached.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -140,7 +140,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # An offloaded NF4 weight is gathered in host memory, and then moved to the GPU, where its scales are.
+        # With CPU offload, the 4-bit values are gathered in host memory, but the scales are on the GPU.
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

@@ -26,7 +26,7 @@ class GroupBatch:
     One row of the batch is one completion, with all its turns.
     """
 
-    # (N,) int64 token ids, without the last token of each completion, which predicts no token
+    # (N,) int64 token ids without each completion's last token, after which no token is predicted
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64 positions in time, height and width
     # (patches, patch_dim) patches of all images and videos in order, in float32 or the computation dtype
@@ -34,7 +34,7 @@ class GroupBatch:
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) image-token and video-token positions in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32, 1 for tokens that the policy generated, and 0 for the output of tools or users
+    # (M,) float32, 1 for completion tokens that the policy generated, 0 for tokens from tools or users
     policy_mask: Tensor
     # (2, K) int64 pairs (index of a completion token, token id that top_k or top_p kept); K is 0 without filters
     sampling_mask: Tensor
@@ -114,7 +114,7 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack completions of several turns: each turn follows its own prompt, and a completion is one row of the batch."""
+    """Pack completions with several turns; each turn has its own prompt, but a completion is one row of the batch."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     packed_prompts = []
@@ -138,7 +138,7 @@ class Span:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids with -1 for sampled tokens, because a sampled image placeholder does not belong to an image
+    # (n,) token ids with -1 for sampled tokens: the policy may sample an image placeholder, which has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)

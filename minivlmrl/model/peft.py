@@ -28,7 +28,7 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolder of the adapter in a folder that PEFT wrote, in a checkpoint, and in a run's folder
+# where an adapter is inside PEFT's folder, a checkpoint and a run's folder, in this order
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
@@ -106,7 +106,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return options of a recipe's section `adapter` that describe the adapter in a folder."""
+    """Read the rank, alpha and layers of the adapter in a folder, as options of the recipe section `adapter`."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):

@@ -80,8 +80,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
     time = torch.arange(t)
     # In Qwen2-VL, which lacks tokens_per_second, each time step of a video advances the time position by one.
     if config.tokens_per_second is not None:
-        # Time positions are computed in float32, as when the hub's checkpoints were trained; float64 would sometimes
-        # round to another position.
+        # Models were trained with time positions computed in float32; float64 sometimes gives another position.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)

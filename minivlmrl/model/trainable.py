@@ -39,7 +39,7 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 
 def is_in_tower(name: str) -> bool:
-    """Return True if a parameter belongs to a vision tower, which gets no gradient from prompts without images."""
+    """Return True if a parameter belongs to a vision tower."""
     return "visual." in name
 
 

@@ -42,7 +42,7 @@ class ValueHead(nn.Linear):
 def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> ValueHead:
     """Create a value head for a model; the head is sharded if the model is sharded.
 
-    The value head is float32 or wider, even if the model is bfloat16.
+    The value head is float32 even if the model is bfloat16.
 
     Args:
         weight: the head's weight (1, hidden_size). None initialises the weight with zeros.
@@ -90,7 +90,7 @@ def load_value_model(folder: str | Path, *options) -> ValueModel:
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:
-    """Build a value model from a backbone and the value head in a folder."""
+    """Build a value model from a language model and the value head saved in a folder."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))

@@ -1,11 +1,10 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
 The decoder (model/decoder.py) replaces the embeddings of image placeholders by the tower's output. VisionTransformer is
-the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The folder model/families/ has the MLP of
-Qwen2-VL and the tower of Qwen3-VL.
+the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The vision towers of Qwen2-VL and Qwen3-VL are
+defined in model/families/.
 
-In shapes, P is the number of patches in a batch, E the hidden size, H the number of heads, D the head dimension, and M
-= P / 4 the number of merged tokens.
+Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
 
 import math
@@ -44,9 +43,8 @@ class MLP(nn.Module):
 
     def must_align(self, x: Tensor) -> bool:
         """Return True if padding the MLP's intermediate size makes the MLP faster."""
-        # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Products with
-        # rows of 3,420 columns, as in the vision towers of Qwen2.5-VL-3B and 7B, take about three times as long on an
-        # H100.
+        # In 16 bits, rows of 3,420 values (Qwen2.5-VL) are not aligned to 16 bytes, which makes cuBLAS about 3 times
+        # slower.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
@@ -54,8 +52,7 @@ class MLP(nn.Module):
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the MLP after padding its intermediate size with zeros."""
 
-        # The MLP's weights are padded in each forward pass, and not when the model is loaded, so that checkpoints,
-        # optimizer states and shards keep the shapes of the model's config.
+        # The weights are padded in each forward pass, so that checkpoints and shards keep the shapes in config.json.
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -71,7 +68,7 @@ EPS = 1e-6  # epsilon for the norms in the vision tower
 def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
-    Windows of window_size pixels tile each frame from its top left corner; windows at other edges may be smaller.
+    Windows of window_size pixels tile each frame from its top left corner; windows at its other edges may be smaller.
     Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
@@ -120,9 +117,9 @@ class Layout:
     frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
 
-# Vision layouts are cached, because the policy and the reference model process the same images.
+# The policy and the reference model process the same images, so the images' layouts are cached.
 @lru_cache(maxsize=8)
-# Inference mode is switched off, because training cannot use cached tensors that were created in inference mode.
+# Sampling may compute a layout first, but training cannot use tensors that were created in inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the order, rotary angles and attention segments of patches for patch grids (time, height, width)."""
@@ -142,11 +139,7 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 
 
 class VisionTower(nn.Module):
-    """Base class for the vision towers of all families, with the attributes that other files use.
-
-    A vision tower may also have learned position embeddings (pos_embed) and DeepStack's mergers
-    (deepstack_merger_list).
-    """
+    """Base class for the vision towers of all families."""
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings
@@ -181,7 +174,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # The raster order is restored after the merger, because there are four times as many patches as merged tokens.
+        # Merged tokens are reordered, and not patches, because there are four times as many patches.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
@@ -220,7 +213,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
-        # The vision tower rotates queries and keys in float32, because their cosines and sines are float32.
+        # The rotated queries and keys are float32, like the cosines and sines.
         q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 

@@ -35,8 +35,8 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: an answer with one of two true boxes gets the reward 1/2. If there is only one true box, an answer with the
-    true box and a wrong box also gets 1/2.
+    Example: an answer with one of two true boxes gets the reward 1/2. An answer with the only true box and a wrong box
+    gets 1/2.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
@@ -67,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    The reward is also 1.0 for the answers [], None and No such object, and None for a row without an image.
+    The answers "[]", "None" and "No such object" get 1.0. A row without an image gets no reward (None).
     """
     values = []
     reasons = []

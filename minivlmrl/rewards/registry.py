@@ -60,7 +60,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # A reward function that another reward function calls gets a Text as the prompt, and not a list of messages.
+    # A reward function that calls another one passes on its prompts, which are Texts already.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -241,8 +241,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    In the column "why", each reward logs why it gave its value, as {name of the reward: reason}. Values other than
-    numbers, texts and None are logged as str(value), because the log is JSON.
+    The column "why" has the reasons of all rewards, for example {"format": "no <answer>"}. Values other than numbers,
+    texts and None are logged as str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

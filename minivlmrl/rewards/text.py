@@ -5,8 +5,8 @@ A reward is a function with TRL's signature, which returns one number per comple
     def brevity(completions, **columns):    # all completions, and every column in their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-A reward may return None for a completion that it cannot score. A completion without a reward is excluded from the mean
-of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
+A reward may return None for a completion that it cannot score. A completion whose rewards are all None has the
+advantage 0, and is left out of its group's mean. A recipe weights each reward, for example {accuracy: 1.0};
 rewards/registry.py lists all rewards.
 
 A reward function may explain its rewards: log_extra("why", reasons), with one text or None per completion.

@@ -25,7 +25,7 @@ class Callback:
         """Check the recipe before rows and weights are loaded; raise ValueError to reject the recipe."""
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Check the rows before the weights are loaded; raise ValueError to reject the rows or the recipe.
+        """Check the rows of all stages before the weights are loaded; raise ValueError to end the run.
 
         Args:
             datasets: the rows of each stage, {stage: rows}; the key "eval" has the held-out rows.

@@ -1,8 +1,8 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
 Each rank writes the rows of the sharded tensors that it stores. A checkpoint saved by two ranks can be loaded by four,
-because each rank reads the rows that it stores from the files of all ranks. The key "128:policy.model.norm.weight" in a
-safetensors file means: rows of policy.model.norm.weight, from row 128 on.
+because each rank reads the rows that it stores from the files of all ranks. Example: a rank that stores rows 128 to 255
+of the tensor policy.lm_head.weight writes the rows with the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,7 @@ FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    A file of at most 64 MiB is read completely. Of a larger weight file, 1,024 evenly spaced blocks are enough to
-    see that a model was trained, because training changes all blocks.
+    Training changes values in all parts of a file, so a file above 64 MiB gives only 1,024 evenly spaced blocks.
     """
     for file in files:
         size = file.stat().st_size

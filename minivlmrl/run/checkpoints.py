@@ -5,7 +5,7 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
-A checkpoint contains no completions, because a run saves checkpoints only after the last optimizer step on a rollout. A
+A run saves checkpoints only after the last optimizer step on a rollout, so a checkpoint contains no completions. A
 checkpoint contains no state of a random generator, because each random generator is seeded anew from the run's seed and
 the current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
 """
@@ -43,7 +43,7 @@ from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
-# options of a training stage that change how many rows of the dataset are in a batch
+# options of a training stage that determine how many rows a batch has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # keys under which run.json stores hashes: of an adapter's base weights, and of the data file
 BASE = "weights below the adapter"
@@ -51,9 +51,9 @@ ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return the recipe's options, such as {"grpo.beta": 0.04}, which a resumed run compares with its own options.
+    """Return options such as {"grpo.beta": 0.04}, which a checkpoint saves, and a resumed run compares with its own.
 
-    Hashes of the data file and of an adapter's base weights, and the number of threads, are compared, too.
+    The result also has hashes of the data file and of an adapter's base weights, and the number of threads.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -93,7 +93,7 @@ def state_folders(folder: Path) -> list[Path]:
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, the oldest first; raise ValueError if the option `resume` is unsuitable."""
+    """Return the checkpoints in output_dir, the oldest first; raise ValueError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -160,14 +160,14 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint after an error that leaves the weights intact, and note in the error how to continue."""
+        """After an error between two weight updates, save a checkpoint, and note how to continue the run."""
         try:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
                 # All ranks raise RewardFailed and Preempted together, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
-                # An unreadable row raises an error on one rank only, but all ranks together must save a checkpoint.
+                # Reading a row may fail on one of several ranks, but a checkpoint needs all ranks.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
                 if self.can_save and is_between:
@@ -205,11 +205,11 @@ class CheckpointManager:
         return progress
 
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
-        """Print the options that have changed since the checkpoint. Raise ValueError if training would skip or repeat
-        rows, or if the base weights of an adapter have changed.
+        """Print the options that have changed since the checkpoint. Raise ValueError if the resumed run would skip or
+        repeat rows, or if the base weights of an adapter have changed.
         """
         stage = self.config.stage_names[progress.stage]
-        # The training rows may have changed with --resume=FOLDER, but not with --resume=auto.
+        # --resume=auto requires the rows of the earlier run; --resume=FOLDER accepts other rows.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -264,7 +264,7 @@ class CheckpointManager:
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that the option `resume` selects, and delete all newer checkpoints of the run."""
         resume = self.config.resume
-        # Rank 0 lists the checkpoints for all ranks, because a shared file system may show other ranks an old list.
+        # On a shared file system, ranks may see different checkpoints, so all ranks use the list of rank 0.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -280,7 +280,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # Only a checkpoint in the run's own folder counts as saved, not one that another run has saved.
+        # A run that continues from another run's checkpoint has no checkpoint in its own folder yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

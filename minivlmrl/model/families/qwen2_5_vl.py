@@ -1,4 +1,4 @@
-"""The config of Qwen2.5-VL's vision tower; the modules of Qwen2.5-VL are in model/decoder.py and model/vision.py."""
+"""The config of Qwen2.5-VL's vision tower, which is defined in model/vision.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

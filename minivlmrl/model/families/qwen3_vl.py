@@ -37,7 +37,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # number of learned position embeddings, which form a square grid that is interpolated to each image's size
+    # number of learned position embeddings, which form a square grid
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -108,7 +108,7 @@ class Qwen3VisionTransformer(VisionTower):
             decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # The patches keep the order of pixel_values, because Qwen3-VL's tower has no window attention.
+        # Qwen3-VL's tower has no window attention, so its patches need no reordering.
         layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -135,7 +135,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # The position embeddings are reordered, because the 2 x 2 patches of a token are contiguous in pixel_values.
+        # In pixel_values, the 2 x 2 patches of a token are contiguous, so the embeddings get the same order.
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -198,7 +198,7 @@ class Videos:
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Compute the (height, width) to which the frames are resized within the pixel budget.
 
-        The options min_pixels and max_pixels apply to one frame, and total_pixels applies to all frames together.
+        Of the options, min_pixels and max_pixels limit each frame, and total_pixels limits the whole video.
         """
         factor = images.factor
         depth = images.temporal_patch_size
@@ -224,7 +224,7 @@ class Videos:
         return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
-        """Split each video into one image per time step, each after a timestamp, as in transformers since 5.10.
+        """Split each video into its time steps, with a timestamp before each time step.
 
         Example: the placeholder of a video with two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
@@ -276,8 +276,8 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 def write_videos(images: ImageProcessor, options: dict) -> dict:
     """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
 
-    Pixel bounds in video_preprocessor_config.json apply to all frames together, so a bound for one frame is multiplied
-    by the largest number of frames.
+    A recipe limits the pixels of one frame, and the file limits all frames together, so limits are multiplied by the
+    largest number of frames.
     """
     videos = images.videos
     if not isinstance(videos, Videos):

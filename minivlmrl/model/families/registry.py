@@ -35,7 +35,7 @@ CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tok
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# fields of ModelConfig about recurrent layers, for model families without such layers
+# ModelConfig's values for families in which all decoder layers have attention
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
 # ModelConfig's values for Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False, "head_dim": None, **ALL_ATTEND}
@@ -61,7 +61,7 @@ class ModelSpec:
     hidden_act: str = "silu"  # tower activation, as named in config.json
     # converts the vision_config in a config.json to the field names of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # converts a flat config to the layout of the family's config.json
+    # converts a config with Qwen2.5-VL's keys to the layout of the family's config.json
     write: Callable[[dict], dict] = lambda config: config
 
     # ---- weights
@@ -74,9 +74,9 @@ class ModelSpec:
     default_system: bool = True
     # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; with the result None, videos are processed as in Qwen2.5-VL
+    # parses video_preprocessor_config.json; returns None for videos as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # computes the contents of video_preprocessor_config.json; if they are empty, the loaded model's file is kept
+    # computes the contents of video_preprocessor_config.json; {} keeps the file of the loaded model
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
@@ -86,13 +86,13 @@ class ModelSpec:
     # dataclasses for the fields "experts" and "recurrent" of ModelConfig
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # splits a file's tensor with several parameters, such as the weights of all experts in a layer
+    # splits tensors that contain several parameters, such as the weights of all experts in a layer
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
-    # stacks parameters that files store as one tensor, such as the weights of all experts in a layer
+    # stacks parameters that a file stores as one tensor, such as the weights of all experts in a layer
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # makes a mixture of experts count each expert's tokens over all ranks
+    # makes expert layers count the tokens of each expert over all ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
-    # the family's own values of adapter.target, such as "experts", with a regular expression for their layer names
+    # further values of the option adapter.target: {"experts": regular expression for the names of the experts' layers}
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # ends of router names, which are not quantised
     # returns the initial states of the recurrent layers for a batch of rows
@@ -122,9 +122,9 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 
 
 def hub_name(name: str) -> str:
-    """Convert a tensor's name in any transformers release to its name in minivlmrl.
+    """Convert the name of a tensor in a file of weights to the parameter's name in minivlmrl.
 
-    Example: transformers' names model.visual.x and model.language_model.x become visual.x and model.x.
+    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
