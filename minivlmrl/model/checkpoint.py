@@ -115,7 +115,7 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # For a tied LM head, transformers 4 uses the embedding, and transformers 5 a stored head, so both must be equal.
+    # For tied weights, transformers 4 uses the embedding, and transformers 5 a stored LM head: the two must be equal.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -227,7 +227,7 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the ids of the tokens at which generation_config.json ends a completion, if the folder has this file."""
+    """Return the ids of the end tokens in a folder's generation_config.json, or [] without this file."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]

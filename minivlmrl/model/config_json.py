@@ -104,7 +104,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the first non-empty JSON object under one of several keys, or {}."""
+    """Return the JSON object under the first key in `names` that the config has, or {}."""
     for name in names:
         section = config.get(name)
         if section:

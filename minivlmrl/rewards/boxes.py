@@ -3,8 +3,8 @@
 True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
 example thousandths of the image's width and height.
 
-Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
-boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
+Each box in an answer is matched with at most one true box. The sum of the IoUs is divided by the number of boxes in
+the answer or in the solution, whichever is larger, so that missing and extra boxes lower the reward.
 """
 
 import json
