@@ -16,7 +16,7 @@ OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kern
 # Python files of the user that a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
-# texts that are too long for an error message: quoted texts of at least 80 characters, and words of at least 500
+# what an error message shortens: quoted texts of at least 80 characters, and words of at least 500 characters
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 # regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
@@ -26,11 +26,10 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    An error message that already begins with the file, row or field is not changed. An exception of another type than
-    ValueError gets a note with the file, row or field.
+    An exception of another type than ValueError gets a note with the file, row or field.
     """
 
-    # error_context is a class, because contextlib.contextmanager would be slower for the rows of a data file.
+    # A class is faster than contextlib.contextmanager, which matters if every row of a data file enters the context.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -45,8 +44,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
 
-    A user can correct a lack of memory, errors of the operating system, and errors from a `raise` statement of
-    minivlmrl. Errors in a user's own code are shown with their traceback.
+    A user can correct three kinds of errors: a full memory, an OSError, and a ValueError that minivlmrl raises. Errors
+    in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
@@ -90,19 +89,18 @@ def shortened(error: str | Exception) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error means that GPU memory or host memory is full.
 
-    PyTorch raises OutOfMemoryError if GPU memory is full, but RuntimeError if host memory is full or one of CUDA's
-    libraries gets no memory.
+    PyTorch raises OutOfMemoryError for a full GPU memory, but a plain RuntimeError for a full host memory.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # OutOfMemoryError is recognised by its name, because errors.py must not import torch.
+    # errors.py does not import torch, so torch.OutOfMemoryError is recognised by its name
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error inside nested phases gets the name and the rows of the innermost phase.
+    If phases are nested, an error names the innermost phase.
 
     Args:
         name: name of the phase, as the message shows it.

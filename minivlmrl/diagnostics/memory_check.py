@@ -33,16 +33,16 @@ from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {name of a phase in the memory estimate: name of the phase in run/out_of_memory.py}
+# the phases of a step have other names in the memory estimate (left) than in run/out_of_memory.py (right)
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-# items of the memory estimate whose size does not depend on the data
+# items of a memory estimate, such as weights, that do not grow with the prompts or the batch
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
 
 
 class MemoryCheck(Callback):
     """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
 
-    On a GPU, the largest batches are also computed before the first step, because a memory estimate can be wrong.
+    On a GPU, the class also tries the largest batches before the first step, because an estimate can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for a model with random weights
@@ -128,7 +128,7 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return how many bytes of checkpoints and of final weights a stage has on the disk at most.
+    """Return the maximum disk space of a stage for checkpoints and for weights, as {name: bytes}.
 
     The oldest checkpoint is deleted only after the newest has been written.
     """

@@ -146,7 +146,7 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Return each metric's mean over some steps, or its minimum or maximum for names such as min_length."""
+    """Average each metric over some steps, but return the minimum of a metric such as min_length."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -161,7 +161,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, and convert step numbers within a training stage to step numbers within the run."""
+    """Read evaluations.jsonl, and count its steps from the start of the run instead of the stage."""
     first_steps = {}  # {stage: total number of steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)

@@ -21,7 +21,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# number of rollouts whose mean reward is compared with the reward of always answering the most frequent solution
+# number of recent rollouts whose rewards `majority_baseline` averages
 BASELINE_ROLLOUTS = 50
 MEMORISED = 0.3  # difference of a reward between training rows and held-out rows that causes a warning
 
@@ -52,7 +52,7 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """The conditions for warnings about one training stage."""
+    """Rules that turn the metrics of the last 10 steps into warnings."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
@@ -60,7 +60,7 @@ class WarningRules:
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
-        # for each of the last rollouts: the rows' column `solution`, and the rewards of the completions
+        # (solutions of the rows, rewards of the completions) for each recent rollout
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
 
@@ -84,7 +84,7 @@ class WarningRules:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.run.rewards if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy answers, too, because training may sample at a lower temperature than an evaluation
+            # training may sample at a lower temperature than an evaluation, so greedy answers are compared, too
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -205,8 +205,8 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # AdamW creates the state of a parameter with the parameter's first gradient. An expert of a mixture causes no
-        # warning, because the expert may not have received a token yet.
+        # AdamW has no state for a parameter that has never had a gradient. Experts are not reported, because an expert
+        # gets its first gradient with its first token.
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

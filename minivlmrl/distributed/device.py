@@ -23,8 +23,7 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # Without a GPU, PyTorch says "no NVIDIA driver" or "No CUDA GPUs". In a forked process without a GPU,
-            # PyTorch says "in forked subprocess".
+            # PyTorch's errors on a machine without a GPU, the last one in a forked process
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
@@ -40,7 +39,7 @@ def hides_gpus() -> bool:
 def describe_device(device: torch.device) -> str:
     """Describe the device: the number of CPU threads, or the GPU's name, compute capability, driver and free memory."""
     if device.type != "cuda":
-        # each NVIDIA driver contains the program nvidia-smi, also on Windows and in WSL
+        # a machine with the program nvidia-smi has an NVIDIA driver, also on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
@@ -48,7 +47,7 @@ def describe_device(device: torch.device) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # The NVIDIA driver describes itself as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65", for example.
+    # driver_version() is a text such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (

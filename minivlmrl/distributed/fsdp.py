@@ -61,7 +61,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # FSDP must not cast the inputs of modules, because rotary angles and inputs of adapters must stay in float32.
+        # FSDP must not cast inputs to 16 bits, because rotary angles and the inputs of adapters must stay in float32.
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -69,7 +69,7 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place. The model's parameters may be on any device, including the meta device."""
+        """Shard a model in place; its parameters may be on any device, also on the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
@@ -100,7 +100,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # FSDP's own hooks must run before the hooks for black images, because the vision tower needs gathered weights.
+        # DummyVisionForward runs the vision tower, whose weights FSDP's hooks must gather first.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -113,8 +113,8 @@ class Sharding:
         """Form one FSDP unit from all parameters of a module that belong to no unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # FSDP must add up gradients and not average them, because each rank divides its loss by a total over all
-            # ranks, such as the number of tokens.
+            # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not
+            # averaged.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -133,15 +133,15 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # DTensor.from_local would move a tensor to the GPU, even if weights are offloaded to the CPU.
+        # DTensor is constructed directly, because DTensor.from_local would move offloaded weights to the GPU.
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
+        """Return an unsharded model that has the gathered weights of a sharded model.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. The function `reshard` frees the
-        gathered weights, so that the model without FSDP becomes unusable.
+        Each rank can run the unsharded model without waiting for other ranks, until `reshard` frees the gathered
+        weights.
         """
         for unit in units(model):
             unit.unshard()
@@ -169,11 +169,11 @@ class Sharding:
 
 
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Arrange the ranks in a device mesh (replicate, shard), or (shard,) for a single replica."""
+    """Return a device mesh: for 8 ranks, (2, 4) with two copies of the weights, or (8,) with one copy."""
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # The process groups are created with the run's timeout, because init_device_mesh would use PyTorch's default.
+    # Process groups are created by hand, because init_device_mesh would give them PyTorch's default timeout.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -188,7 +188,7 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers without experts, in which all parameters have gradients in every micro-batch."""
+    """Return the decoder layers without experts, because an expert may get no gradient in a micro-batch."""
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
@@ -197,9 +197,9 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of the embedding and the output head in each forward pass.
 
-    FSDP gathers weights when a module is called, but the model uses the weights of embedding and head without a call.
-    Embedding and head are separate FSDP units, because one unit would need a float32 buffer for the gradients of both:
-    4.4 GB for a 7B model.
+    FSDP gathers the weights of a module that is called, but the model reads `lm_head.weight` without calling `lm_head`.
+    Embedding and head are two FSDP units, because FSDP copies all gradients of a unit to float32 at once: 4.4 GB for
+    both in a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -213,23 +213,23 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # FSDP's hooks of the whole model must run before the hooks that gather the embedding and the head.
+    # FSDP's own hook initialises FSDP, so the hooks that gather weights must be added after FSDP's hook.
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up integers over all ranks, on the CPU, so that no rank waits for its GPU."""
+    """Add up integers over all ranks, on the CPU: a sum on the GPU would wait for unfinished kernels."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Hooks that run the vision tower on a black image if this rank has no image, but another rank has one.
+    """Hooks that give a rank without images a black image, because all ranks must run the vision tower together.
 
     The vision tower's output for a black image is multiplied by 0, so that it does not change the decoder's input. If
-    no rank has images, the vision tower is not run, and AdamW skips its parameters.
+    no rank has images, no rank runs the vision tower.
     """
 
     zero: Tensor | None = None  # 0 times the vision tower's output for the black image of the current forward pass
@@ -246,10 +246,7 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add 0 times the vision tower's output to the decoder's input, so that the input has a gradient on each rank.
-
-        If the decoder's input had a gradient on only some ranks, the ranks would reduce gradients in different orders.
-        """
+        """Add 0 times the tower's output to the decoder's input, so that all ranks run the same backward pass."""
         if self.zero is None:
             return None
         x, *others = arguments
@@ -259,7 +256,7 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Run a vision tower on a black image of one token, and return 0 times the sum of its outputs."""
+    """Run the vision tower on a black image of one token, and return a zero through which gradients flow."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
@@ -290,7 +287,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 
 
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
-    """Copy a model's layers and adapters, without their weights, to the meta device."""
+    """Create a model with the layers and adapters of `model` on the meta device, which stores no weights."""
     with torch.device("meta"):
         clone = family_of(model).model(model.config).to(dtype)
     copy_adapter_layout(clone, model)

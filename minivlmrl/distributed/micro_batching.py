@@ -1,7 +1,7 @@
 """Split prompts and completions into micro-batches of a limited number of tokens.
 
-Sampled completions do not depend on the micro-batches, because each row has its own random seed. Micro-batches change
-gradients only by rounding, because a loss is divided by the number of tokens or completions in the optimizer step.
+Each completion has its own random numbers, so sampling does not depend on the split. Most losses divide by the token or
+completion count of the whole optimizer step, so the gradients of micro-batches add up to the step's gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ def split_into_micro_batches(
 ) -> list[list[tuple[int, int]]]:
     """Split prompts and their completions into micro-batches.
 
-    With max_tokens, prompts are sorted by length, so that a micro-batch has prompts of similar length. If a prompt and
-    its completions have more than max_tokens tokens, the completions are divided over several micro-batches. All ranks
-    get the same number of micro-batches, because all ranks of a sharded model must run equally many forward passes.
+    If max_tokens is set, prompts of similar length are put into the same micro-batch. If a prompt and its completions
+    have more than max_tokens tokens, the completions are divided over several micro-batches. All ranks get the same
+    number of micro-batches, because all ranks of a sharded model must run equally many forward passes.
 
     A single completion is never divided, even if the completion has more than max_tokens tokens. Example
     with micro-batches of 20, 12 and 50 tokens:
@@ -83,7 +83,7 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    To count the tokens of a micro-batch, each completion is assumed to have sampling.max_new_tokens tokens. All
+    Each completion counts as sampling.max_new_tokens tokens, because its length is unknown before sampling. All
     completions of a prompt are in the same micro-batch.
 
     Args:

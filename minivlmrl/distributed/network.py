@@ -17,11 +17,11 @@ CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks h
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Create torch.distributed's key-value store, through which the ranks exchange their network addresses.
+    """Return torch.distributed's store, in which ranks look up the network addresses of other ranks.
 
-    After a restart by torchrun on a single host, the ranks use new keys in the store, because the old keys hold the
-    addresses of dead processes (torch 2.13, pytorch issue 135712). On several hosts, restarts do not change the store's
-    keys, because not all hosts know the number of restarts (docs/many_gpus.md).
+    Keys in the store begin with the number of restarts, because the keys of an earlier start hold addresses of dead
+    processes (pytorch issue 135712). On several hosts, keys begin with 0, because a host may not know the number of
+    restarts (docs/many_gpus.md).
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -55,7 +55,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # A timer ends the process after CONNECT_SECONDS, because gloo and NCCL have no time limit for connecting the ranks.
+    # gloo and NCCL would wait forever for ranks that cannot connect, so a timer ends the process.
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -104,10 +104,10 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Context manager for creating a process group whose collective operations fail if another host dies.
+    """Context manager for creating a process group that raises an error, instead of waiting, if another host dies.
 
     On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
-    rank that computes for a long time stays connected, because the operating system answers keep-alive messages.
+    host that computes for a long time stays connected, because its operating system answers keep-alive messages.
     """
     if sys.platform != "linux":
         yield
@@ -122,7 +122,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # Open files that are not TCP connections are skipped: setting a socket option on them raises OSError.
+        # Setting a socket option raises OSError for a file that is no TCP connection.
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -144,6 +144,6 @@ def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message, without the position in gloo's source code."""
+    """Return the first line of an error message, without gloo's prefix, such as [pair.cc:534]."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].rstrip(".")

@@ -19,7 +19,7 @@ from minivlmrl.distributed.device import find_device
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)
-# process group in which ranks wait for slow work, such as saving a model; None in a run with a single process
+# process group in which ranks wait for each other without a time limit; None if there is only one rank
 waiting_group: dist.ProcessGroup | None = None
 
 
@@ -30,10 +30,10 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # sampling and other slow work call stop_if_preempted regularly, so that a signal such as SIGTERM ends the run soon
+    # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # whether the function `shutdown` destroys the process group; False if an engine such as vLLM does
+    # False if vLLM, and not the function `shutdown`, destroys the process group at the end
     ends_group: bool = True
 
     @property
@@ -47,9 +47,9 @@ class World:
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return this rank's part of a sequence: every N-th item for N ranks, starting at the rank's number.
+        """Return every N-th item of a sequence for N ranks, starting at this rank's number.
 
-        Some items of the sequence are repeated, because all ranks of a sharded model must process equally many items.
+        All ranks of a sharded model must process equally many items: of [0, 1, 2], two ranks get [0, 2] and [1, 0].
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -100,7 +100,7 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        After sampling, rewards or saving, ranks may wait for each other longer than World.timeout.
+        Slow work such as sampling may take longer than World.timeout, the time limit of collective operations.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
@@ -145,12 +145,11 @@ class World:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Replace each parameter's gradient by the sum of the gradients of all ranks."""
-        # Gradients are summed and not averaged, because each rank divides its loss by a total over all ranks, such as
-        # the number of tokens.
+        # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not averaged.
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # If no rank has a gradient for a parameter, AdamW must skip the parameter.
+        # Parameters without a gradient on any rank are left out: AdamW would apply weight decay to a gradient of 0.
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -191,8 +190,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # Gloo finds its network interface by the name of the host, which can fail in a container. On a single host, the
-        # loopback interface is always right.
+        # Gloo may not find the network interface in a container, so a run on one host uses the loopback interface.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)

@@ -35,8 +35,8 @@ def save_model(
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
     Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. An
-    existing model folder is replaced when all new files have been written. The attribute model.save_dtype is the dtype
-    of the saved weights; None keeps the dtype of the parameters.
+    existing model folder is replaced when all new files have been written. Weights are saved in the dtype
+    model.save_dtype; None keeps each weight's dtype.
 
     All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
     not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
@@ -54,8 +54,7 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # Rank 0 assigns tensors to files, because only rank 0 has read the checkpoint's tensors that the model does not
-        # use.
+        # All ranks follow rank 0's list of files, because only rank 0 also saves the checkpoint's unused tensors.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
@@ -95,7 +94,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 def divide(
     model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
 ) -> StateDictSplit:
-    """Distribute the tensors of a model folder over files of at most max_shard_size bytes."""
+    """Assign each tensor of a model folder to a weights file of at most max_shard_size bytes."""
     shapes = {}
     for name, weight in weights.items():
         shape = on_meta(weight)

@@ -63,7 +63,7 @@ def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module, which become outdated when the parameters change."""
+    """Free the gathered weights of a sharded module."""
     for unit in units(module):
         unit.reshard()
 
@@ -73,10 +73,10 @@ class Communication:
     """Settings that decide when an FSDP unit gathers weights and sums gradients over the ranks."""
 
     once_per_step: bool  # the option sharding.once_per_step
-    # whether the FSDP unit is a vision block or decoder layer, whose gathered weights are freed after the forward pass
+    # True frees gathered weights after a forward pass, as in vision blocks and decoder layers
     is_block: bool = False
-    # whether gradients are summed over replicas only in the last micro-batch. FSDP sums the gradients of a unit as one
-    # tensor, so each parameter must have a gradient in every micro-batch.
+    # True sums gradients over replicas only in a step's last micro-batch. Each parameter of the unit must then get a
+    # gradient in every micro-batch, because FSDP sums a unit's gradients as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
@@ -86,11 +86,10 @@ def communication_of(unit: "FSDPModule") -> Communication:
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Decide whether a sharded module communicates with other ranks in the next micro-batch.
+    """Set whether FSDP gathers weights and sums gradients in the next micro-batch.
 
-    With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
-    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers the weights, and sums
-    gradients over the ranks that share one replica of the weights.
+    With sharding.once_per_step, a step's first micro-batch gathers the weights, and its last micro-batch sums the
+    gradients. By default, every micro-batch gathers weights and sums gradients.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -107,7 +106,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free a module's gathered weights after the last micro-batch of an optimizer step."""
+    """Free the gathered weights after the last micro-batch of a step, because the optimizer will change the weights."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -115,7 +114,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the slice of a sharded tensor's rows that this rank stores; the slice may be empty on the last ranks."""
+    """Return the slice of a tensor's rows on this rank: 0:3, 3:6, 6:9 or 9:12 for 10 rows on 4 ranks."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -136,7 +135,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # torch.inference_mode is not possible with FSDP, because weights gathered in inference mode cannot be trained.
+        # torch.inference_mode would make the gathered weights unusable for training.
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -160,7 +159,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
     """Copy a model. Each rank of a sharded model copies only its own rows of the weights.
 
-    An unsharded model with adapters and its copy share the base weights.
+    If an unsharded model has adapters, only the adapters are copied, and the base weights are shared.
 
     Args:
         in_compute_dtype: copy a sharded model into the dtype in which it computes.

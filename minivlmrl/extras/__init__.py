@@ -1,4 +1,4 @@
-"""Optional features. The folder extras/ can be deleted without an effect on recipes that use no optional feature.
+"""Optional features. A recipe that uses no optional feature runs the same without the folder extras/.
 
 The core imports a module of extras/ only when a recipe, a command line or a model's config.json names the feature:
 

@@ -2,10 +2,9 @@
 
 Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as 256 bytes and one
 float32 scale, which is the block's largest absolute value. The byte of a value selects one of 256 fixed numbers between
--1 and 1, which are denser near 0. FSDP shards the moments by rows, so each block of 256 values lies on one rank.
+-1 and 1, which are denser near 0. No block is divided between ranks, because FSDP shards moments by whole rows.
 
-A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and your modified copy with its file and class,
-for example `my_adamw.py:AdamW8bit`.
+A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`.
 """
 
 import math
@@ -87,7 +86,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if f"{name}_scale" not in state:  # _update_rows has updated the float32 moment in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # the second moment must not round to 0, because AdamW divides by its square root
+        # AdamW divides by the square root of the second moment, so small values must not be rounded to 0
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)

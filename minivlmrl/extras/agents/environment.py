@@ -37,9 +37,9 @@ class RewardingEnvironment(Environment, Protocol):
     """
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
+        """Return the completion's reward; None means that the reward is unknown.
 
-        The list of rewards may leave out the last turn, whose reward is then 0.
+        A list with one reward for each turn is added up. The list may lack the last turn.
         """
 
 
@@ -108,7 +108,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # The chat template of Qwen2-VL and Qwen2.5-VL is replaced, because it cannot declare tools.
+            # The chat template of Qwen2-VL and Qwen2.5-VL cannot declare tools, so another template replaces it.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
             # A saved model must contain the chat template with which the model was trained.
@@ -166,7 +166,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return an environment's settings: its attributes, or else the defaults."""
+    """Read an environment's settings from its attributes; an attribute that is missing has the default value."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):

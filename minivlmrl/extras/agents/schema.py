@@ -24,7 +24,7 @@ TYPES = {
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# regular expression for "(choices: [...])" at the end of an argument's description, which becomes the schema's enum
+# regular expression for the end of an argument's description, such as (choices: ["left", "right"])
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 

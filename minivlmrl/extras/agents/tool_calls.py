@@ -105,7 +105,7 @@ def without_addresses(text: str) -> str:
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute an image's patch grid without its patches."""
+    """Compute the size (frames, rows, columns) of an image's patch grid, without cutting the image into patches."""
     width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
@@ -161,7 +161,7 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    An environment that stores an infinite number could fail later, in its method get_reward, which would end the run.
+    If an environment stored an infinite number, get_reward could fail later and end the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():

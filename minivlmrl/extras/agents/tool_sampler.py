@@ -1,7 +1,7 @@
 """Sample completions that call tools.
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
-result. Training uses the token ids and patches of sampling, so that no text is tokenized again.
+result. Training uses the sampled token ids, so no text is tokenized again.
 """
 
 import re
@@ -84,8 +84,8 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag can begin in an earlier token, so the search for closing tags starts before the new bytes. The
-        # regular expression is at least as long as the longest closing tag that it matches.
+        # A closing tag can begin in an earlier token, so the search starts before the new bytes. No closing tag is
+        # longer than the regular expression.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -94,7 +94,7 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tool call in tags is closed at or after a byte position of the text."""
+        """Return whether a tag such as </zoom>, at or after a byte position, closes a tool call."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
@@ -184,7 +184,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return an image whose pixels several environments can share, because PIL copies the image before a change."""
+    """Return a copy of an image; PIL copies the pixels only when an environment changes the copy."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -221,7 +221,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: a slice of batch rows and a slice of packed tokens for each tool result
+        # for each tool result: its row in the batch, and its tokens in the packed sequence, both as slices
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -261,7 +261,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write a tool result's keys or values into the KV cache, and return all keys or values up to the result's end.
+    """Append a tool result's keys (or values) to a row's KV cache, and return all keys (or values) of the row.
 
     Args:
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
@@ -317,7 +317,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # Position ids after an image are lower than token indices, because an image has fewer position ids than tokens.
+        # An image of 10 x 10 tokens advances the position id by only 10, so the row's offset is computed again.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -365,7 +365,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Tools answer at a different time on each rank, but gathering the weights of a sharded layer needs all ranks.
+    # A tool result needs an extra forward pass on one rank, but gathering layer by layer needs all ranks in each pass.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -407,7 +407,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the images; second_per_grid_ts is 0 for an image and positive for a video
+    # patch grids of the images, without those of videos, whose second_per_grid_ts is positive
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):

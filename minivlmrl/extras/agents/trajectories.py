@@ -3,8 +3,8 @@
 A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. The context
 window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
 context window of a later turn has all text so far, and the images of the newest K rounds. A round is a turn together
-with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the environment
-sets `done`. The loss treats all turns of a trajectory as one completion.
+with the results of its tool calls. A trajectory ends after a turn without a tool call, or when the environment's
+attribute `done` is True. The loss treats all turns of a trajectory as one completion.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Return True if the last turn called a tool and the environment has not ended the trajectory."""
+        """Return True if the last turn called a tool, and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
@@ -109,9 +109,9 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Concatenate all turns of a trajectory into one Completion."""
+        """Concatenate the tokens of all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # If a completion is displayed, each turn after the first one is shown with the last image of its prompt.
+        # Logs show each later turn of a completion with the newest image in the turn's prompt.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -128,7 +128,8 @@ class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
     The random seed of a turn consists of the prompt's seed, the completion's index in its group, and the turn number.
-    Ranks may sample different numbers of turns, so they gather sharded weights only once, before the first turn.
+    Sharded weights are gathered before the first turn, because gathering needs all ranks, and some ranks may have no
+    later turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -229,7 +230,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # Image tokens that the policy samples by chance are removed, because no image belongs to them.
+        # If the policy samples an image token, the token is removed, because it has no image.
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]

@@ -89,7 +89,7 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
 
 
 class ReadableRows(RowSelection):
-    """A dataset that returns the next readable row in place of an unreadable row."""
+    """A dataset that replaces each unreadable row by the next readable row."""
 
     def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
         super().__init__([rows], [(0, index) for index in range(len(rows))])

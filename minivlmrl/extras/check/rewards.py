@@ -42,7 +42,7 @@ MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answ
 
 @dataclass
 class Trial:
-    """Reward functions and their weights, and the dataset rows with which `check` tests the reward functions."""
+    """The reward functions that `check` tests, their weights, and the dataset rows for the test."""
 
     rewards: list[Reward]
     weights: Tensor  # (number of reward functions,)
@@ -51,7 +51,7 @@ class Trial:
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Score one text for each row as a sampled completion; return the rewards (rows, reward functions)."""
+        """Compute the rewards (rows, reward functions) of one text for each row, as if the model had sampled it."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -64,7 +64,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return an answer for each row, in the form of the solution with the highest reward, such as 3 or 3.0."""
+        """Return each row's solution as a text, in the form that gets the highest reward: 3 or 3.0, for example."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -114,9 +114,9 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check that the answers on which a stage trains agree with the column `solution` of their rows.
 
-    A good answer contradicts its row's solution if the answer's reward is less than half of the highest reward. A
-    rejected answer contradicts the solution if its reward is higher than the reward of the chosen answer. An answer
-    that is labelled as bad contradicts the solution if the answer's reward is more than half of the highest reward.
+    A reward above half of the highest reward means a right answer, any other reward a wrong answer. Three faults are
+    counted: a good answer is wrong, a bad answer is right, or a rejected answer has a higher reward than the chosen
+    answer.
     """
     names = trainer.answers
     # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
@@ -280,7 +280,7 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
 
-    Labels with digits are not compared, because 1-5 and 15 differ only in a hyphen, but are different answers.
+    Labels with digits are not compared: 1-5 and 15 differ only in a hyphen, but are different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -310,8 +310,7 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether the most frequent solution, given as the answer to every row, scores as high as right answers.
 
-    Example: a solution that is right for 70 % of the dataset's rows, and whose reward is 1 if right and 0.1 if wrong,
-    scores 0.7 * 1 + 0.3 * 0.1 = 0.73.
+    Example: if 70 % of the rows have the solution "no", always answering "no" scores 0.7, while right answers score 1.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -320,14 +319,12 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # total reward of each row if the answer is the most frequent solution
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If a constant answer scores far higher than right answers, the rewards cannot parse right answers. Other checks
-    # report this mistake.
+    # A ratio above 1.25 means that the rewards cannot parse right answers, which other checks report.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -337,7 +334,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that depends only on the text has the same value for every text."""
+    """Check whether a reward ignores the completions, so that its value is the same for every text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -370,7 +367,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function caches values by the completion's text, although the rows' solutions differ."""
+    """Check whether a reward function caches values by text alone, and so confuses rows with different solutions."""
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
     pairs = []  # each row's answer, the row, and a row with another solution
@@ -410,10 +407,9 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row) -> list[str]:
-    """Return the texts that may be right answers to a row; the last text is always `str(solution)`.
+    """Return the texts that may be right answers to a row, with `str(solution)` as the last text.
 
-    Example: the solution ["cat", "dog"] has five texts: cat, dog, "cat, dog", and the list in the notations of JSON and
-    Python.
+    Example: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`.
     """
     solution = row.columns.get("solution")
     forms = []

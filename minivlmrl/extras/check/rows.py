@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains; `names` are the kinds of answers, such as "chosen" and "rejected"."""
+    """Check the rows of one training stage, whose answers have the `names` "chosen" and "rejected", for example."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
@@ -40,7 +40,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for rows with several system messages, and check whether the image precedes the text in some rows only."""
+    """Check for rows with several system messages, and for images before the text in only some of the rows."""
     num_two_systems = 0
     image_orders = Counter()  # {True: questions with the image after the text, False: with the image before the text}
     for row in without_media(all_rows):
@@ -98,7 +98,7 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Check for three faults: prompts of more than 8192 tokens, rows without images, and images of a single token."""
+    """Check for prompts of more than 8192 tokens, for missing images, and for images that are shrunk to one token."""
     prompts = [row.prompt(processor) for row in rows]
     longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
     if longest_prompt > 8192:
@@ -119,9 +119,9 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for questions, system messages and earlier turns that contain the solution of their row.
+    """Check for prompts that contain their row's solution.
 
-    A question that lists all possible answers is not reported, although it contains the solution.
+    Questions that list all possible answers, such as "Is it a cat or a dog?", are allowed.
     """
     answers = []  # for each row, the letters of its right answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
@@ -209,9 +209,9 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token counts of answers without images, except answers that are too short to exceed `limit` tokens.
+    """Yield the token counts of answers without images.
 
-    An answer with few bytes is not tokenized, because each token of the answer has at least one byte.
+    A token has at least one byte, so answers with far fewer bytes than `limit` are skipped.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)
@@ -223,6 +223,6 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
-    # Rows are sampled at random, because every tenth row of a dataset, for example, could be of one kind.
+    # Rows are chosen at random, because rows at regular distances may all be of one kind.
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

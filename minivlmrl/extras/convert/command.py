@@ -106,7 +106,7 @@ def check_renamed(renamed: dict[str, str], names: set[str]):
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
-    """Yield the renamed rows of a file; `names` collects the names that their columns had."""
+    """Yield the rows of a file with renamed columns, and add the old column names to the set `names`."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
@@ -157,7 +157,7 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write rows to a JSON Lines file, or to a parquet file after a first pass that finds the types of its columns."""
+    """Write rows to a JSON Lines or parquet file; for parquet, a first pass over the rows finds the column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
@@ -178,7 +178,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches of rows with equal columns, because pyarrow reads the columns from a batch's first row."""
+    """Yield batches whose rows all have the same columns: pyarrow ignores columns that a batch's first row lacks."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]

@@ -35,10 +35,10 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """The columns of a dataset row, without missing values, and a counter of what the conversion loses."""
+    """A row's columns without missing values; `dropped` counts the columns and keys that the conversion loses."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # pandas writes a missing value as NaN, which is not equal to itself.
+        # value == value is False for NaN, which pandas writes for a missing value
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -47,14 +47,14 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove a column from the row and return the column's value; a value that is not empty counts as lost."""
+        """Remove a column from the row, return its value, and count the column in `dropped` if it is not empty."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Insert boxes, <image> tags and answer choices, which some projects store in other columns, into the texts."""
+    """Move boxes, image tags and answer choices from columns of their own into the texts."""
     columns = Columns(row, dropped)
     fill_objects(columns)
     fill_images(columns)
@@ -255,7 +255,7 @@ def read_pair(row: Columns) -> dict:
 
 
 def add_choices(row: Columns):
-    """Append answer choices (columns `options`, `choices`, or A, B, C of MMBench) to a question that lacks them."""
+    """Append the choices in the columns `options`, `choices` or A, B, C to a question that lists no choices."""
     letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
     name = next((name for name in ("options", "choices") if row.get(name)), None)
     choices: Plain = row[name] if name else [row[letter] for letter in letters]
@@ -326,7 +326,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace tags such as <image 1> by <image>, if their numbers follow the order of the images."""
+    """Replace the tags <image 1>, <image 2> ... by <image>; raise ValueError if the tags are not in order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return

@@ -15,9 +15,9 @@ from minivlmrl.data.rows import Row
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for TRL, as a prompt with answers or, if a conversation has several answers, as `messages`.
+    """Write a row for TRL: a prompt with answers, or `messages` for a conversation with several answers.
 
-    In a completion with several answers, TRL's loss would also train the user's turns between the answers.
+    If a column `completion` had several answers, TRL would also train the user's turns between the answers.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
@@ -32,7 +32,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Return a turn without the paths of its images, because TRL reads the paths from the column `images`."""
+    """Remove image paths from a turn, because TRL reads the paths from the column `images`."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -118,7 +118,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's images or videos; options of an image, such as max_pixels, are lost."""
+    """Return the absolute paths of a row's images or videos, and count lost options (max_pixels) in `dropped`."""
     listed = []
     for item in media:
         if item.kind == kind:

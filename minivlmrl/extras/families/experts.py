@@ -1,8 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
 For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so that
-LoRA, NF4 and sharding treat experts like other MLPs. Weight files have two tensors with all experts of a layer:
-`split_experts` splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
+LoRA, NF4 and FSDP need no code for experts. Weight files have two tensors with all experts of a layer: `split_experts`
+splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -59,8 +59,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # If any rank has tokens for an expert, the expert runs on all ranks, because all ranks must have a gradient
-            # to sum.
+            # FSDP sums an expert's gradients over all ranks, so an expert with tokens on one rank runs on all ranks.
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -96,14 +95,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# {tensor of a weight file: matrices of each expert that are joined in the tensor}
+# a weight file joins gate_proj and up_proj of all experts in one tensor, gate_up_proj
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file; a tensor that contains all experts is split into single experts.
+    """Yield the tensors of a weight file, and split each tensor of all experts into the experts' own weights.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -136,19 +135,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """The weights of an MoE layer's experts, which a checkpoint stores as one tensor."""
+    """Weights of all experts in a layer, which a weight file stores as one tensor."""
 
     experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the weights of all experts to one tensor; `full` gathers a weight that is sharded over ranks."""
+        """Stack the weights of all experts; `full` is a function that gathers a sharded weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts in a dictionary of weights by stacked weights of all experts."""
+    """Replace the weights of single experts by stacked weights of all experts, in place."""
     if config.experts is None:
         return
     for name in list(weights):
