@@ -33,7 +33,7 @@ from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# the phases of a step have other names in the memory estimate (left) than in run/out_of_memory.py (right)
+# names of a step's phases in the memory estimate, and the matching names in run/out_of_memory.py
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 # items of a memory estimate, such as weights, that do not grow with the prompts or the batch
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"

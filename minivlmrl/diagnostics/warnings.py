@@ -84,7 +84,7 @@ class WarningRules:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.run.rewards if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # training may sample at a lower temperature than an evaluation, so greedy answers are compared, too
+            # without greedy answers, a lower temperature in training than in evaluation would look like memorisation
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -205,8 +205,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # AdamW has no state for a parameter that has never had a gradient. Experts are not reported, because an expert
-        # gets its first gradient with its first token.
+        # A parameter without an AdamW state has never had a gradient, which is normal for an expert without tokens.
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -188,7 +188,7 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers without experts, because an expert may get no gradient in a micro-batch."""
+    """Return the decoder layers without experts: an expert that no token selects would get no gradient."""
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
@@ -198,8 +198,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of the embedding and the output head in each forward pass.
 
     FSDP gathers the weights of a module that is called, but the model reads `lm_head.weight` without calling `lm_head`.
-    Embedding and head are two FSDP units, because FSDP copies all gradients of a unit to float32 at once: 4.4 GB for
-    both in a 7B model.
+    A single FSDP unit for embedding and head would need 4.4 GB for the float32 gradients of a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)

@@ -1,7 +1,7 @@
 """Split prompts and completions into micro-batches of a limited number of tokens.
 
-Each completion has its own random numbers, so sampling does not depend on the split. Most losses divide by the token or
-completion count of the whole optimizer step, so the gradients of micro-batches add up to the step's gradient.
+Each completion has its own random numbers, so completions do not depend on the micro-batches. Most losses divide by the
+token or completion count of the whole optimizer step, so the gradients of micro-batches add up to the step's gradient.
 """
 
 from collections.abc import Callable, Sequence

@@ -149,7 +149,7 @@ class World:
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # Parameters without a gradient on any rank are left out: AdamW would apply weight decay to a gradient of 0.
+        # A parameter without a gradient on any rank keeps none: AdamW would decay its weights even for a zero gradient.
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:

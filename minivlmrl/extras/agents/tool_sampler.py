@@ -84,8 +84,7 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag can begin in an earlier token, so the search starts before the new bytes. No closing tag is
-        # longer than the regular expression.
+        # A closing tag can begin in an earlier token, so the search starts a tag's length before the new bytes.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):

@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate the tokens of all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # Logs show each later turn of a completion with the newest image in the turn's prompt.
+        # Logs show each turn after the first one with the last image of the turn's prompt.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

@@ -211,7 +211,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield the token counts of answers without images.
 
-    A token has at least one byte, so answers with far fewer bytes than `limit` are skipped.
+    A token has at least one byte, so an answer of few bytes cannot exceed the limit, and is skipped.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)
