@@ -91,7 +91,7 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # If all stages train on pairs, the evaluation compares the answers of pairs, and samples no answers.
+        # A recipe that trains only on pairs is evaluated on held-out pairs, without sampling.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
@@ -160,7 +160,7 @@ def _training_rows(
 
 
 def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
-    """Return the columns that a file in the list data.train needs for its rewards."""
+    """Return the columns that the rewards of a file in data.train need."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
@@ -182,7 +182,7 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file; each item of `constants` becomes a column with the same value in all rows."""
+    """Open a data file, and add the columns in `constants`, which are equal in all rows."""
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}

@@ -31,13 +31,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    For the reward `accuracy`, eval/accuracy_sampled is measured on answers sampled at temperature 1, and
-    eval/accuracy_greedy on answers of the most likely tokens. The option data.eval_without_images adds
-    eval/accuracy_gray_image, measured with gray images, and eval/accuracy_swapped_image, measured with the images of
-    another row. The mean of a reward leaves out rows for which the reward function returned None.
+    The metric eval/accuracy_sampled is the mean of the reward `accuracy` at temperature 1, and eval/accuracy_greedy at
+    temperature 0. The option data.eval_without_images adds eval/accuracy_gray_image, measured with gray images, and
+    eval/accuracy_swapped_image, measured with the images of another row. The mean of a reward leaves out rows for which
+    the reward function returned None.
     """
     rewards = held_out_rewards(config)
-    # An evaluation ignores sampling.top_p and sampling.repetition_penalty, so that all runs are comparable.
+    # All runs are evaluated without top_p and repetition_penalty, so that their accuracies can be compared.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -100,7 +100,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# functions that replace the images of a row; eval/accuracy_gray_image is the accuracy with gray_images
+# {ending of a metric, as in eval/accuracy_gray_image: function that replaces the images of a row}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -115,7 +115,7 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield a list of results for each batch of rows.
 
-    The rows of a batch are split among the ranks, and each rank yields the results of the whole batch.
+    The ranks share the rows of a batch, but each rank yields the results of all rows.
 
     Args:
         key: first part of the key that seeds the sampling for a row; the row's index is the second part.
@@ -125,7 +125,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # If a held-out row lacks a column, reward functions get None as the column's value.
+    # Reward functions get None for a column that a held-out row does not have.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

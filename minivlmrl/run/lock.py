@@ -55,7 +55,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
 
 
 def _lock(file: IO):
-    """Lock an open file until the file is closed; raise BlockingIOError if another process holds the lock."""
+    """Lock an open file, or raise BlockingIOError if another process has locked the file."""
     if find_spec("fcntl"):
         import fcntl
 

@@ -102,7 +102,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # The output folder is checked last, so that nobody deletes earlier results for a run that then fails.
+    # The error about earlier results comes last, so that users delete results only for a run that can start.
     check_output_dir(config)
     return model, processor, datasets
 
@@ -130,8 +130,7 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # Each step's checkpoint is saved before an evaluation, so a run killed during an evaluation repeats no
-            # step.
+            # The last step's checkpoint is already saved, so a run that is killed in an evaluation loses no step.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)

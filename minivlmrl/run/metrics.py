@@ -35,7 +35,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# How a step's metrics are computed from the metrics of its micro-batches; metrics not listed are averaged.
+# {metric that is not averaged over the micro-batches of a step: function of the values}
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 # (metrics, number of tokens or pairs over which the metrics are means)
 Means = tuple[dict[str, float], float]
@@ -84,11 +84,11 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
-        # MetricsLog closes the progress bar after an error, so that the error message starts on a new line.
+        # After an error, closing the progress bar lets the error message start on a new line.
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # Times of earlier phases are discarded, so that the first step's times do not contain the memory check.
+        # Discard the times before the first step, such as that of the test whether a step fits in memory.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
@@ -105,7 +105,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        Lines of an evaluation after the last step are not counted, because a resumed run repeats the evaluation.
+        The number leaves out an evaluation after the last step, which a resumed run repeats.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -183,18 +183,15 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Remove file names from metric names, unless two metrics would get the same name.
-
-    Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
-    """
+    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names would be equal."""
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, and return its number of lines. A resumed run keeps the lines from before the checkpoint."""
-    # A log file that the checkpoint does not list keeps all lines.
+    """Create a log file, or cut the log of a resumed run back to its checkpoint, and return the number of lines."""
+    # None, for a file that the checkpoint does not list, keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -230,9 +227,8 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, the log-probabilities of a token in sampling and in training may differ by at most
-    rollout.max_logp_mismatch nats. In bfloat16, the root mean square of these differences over all tokens may be at
-    most a tenth of the option, because the differences of single tokens are large.
+    In float32, the two log-probabilities of each token may differ by at most rollout.max_logp_mismatch nats. In
+    bfloat16, single tokens differ more, so a tenth of the option limits the root mean square over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
-    # FSDP may still hold full weights from a forward pass, but the optimizer must be built on the shards.
+    # The optimizer must get the shards of the weights, but FSDP may still hold full weights after a forward pass.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -42,7 +42,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer's state by a step with gradients of 0.
 
-    A checkpoint's weights must be loaded afterwards, because weight decay changes weights despite gradients of 0.
+    Load the weights of a checkpoint only after this call: weight decay changes weights even if gradients are 0.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -60,7 +60,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # The learning-rate schedule sets the key "lr" of each parameter group.
+            # The training loop writes each step's learning rate to group["lr"].
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
@@ -83,7 +83,7 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
     The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
-    The schedule is TRL's without TRL's first step, which has a learning rate of 0.
+    TRL's warmup begins with a learning rate of 0, and this warmup one step later; all other steps are equal.
 
     Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
     the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.

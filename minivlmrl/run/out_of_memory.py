@@ -22,7 +22,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """The recipe and the progress of a run, from which an out-of-memory message is made."""
+    """Data for an out-of-memory message: the recipe, the progress and the current trainer of a run."""
 
     config: RunConfig
     gpus: int  # number of ranks

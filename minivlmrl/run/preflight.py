@@ -34,7 +34,7 @@ TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of pa
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Call all reward functions with an invented completion, so that their errors appear before training.
+    """Call each reward function with a made-up completion, to find errors in the function before training.
 
     Args:
         needs: {stage: kind of rows that it needs, a key in run.datasets.NEEDS}.
@@ -71,7 +71,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Raise ValueError if a row has a solution that no answer can equal."""
+    """Raise ValueError if no answer can be right for the solution of a row, such as a box outside the image."""
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
         rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
@@ -116,7 +116,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # Evaluations use the built-in sampler, so the token limit of vLLM holds for training rows only.
+        # An evaluation does not use vLLM, so held-out rows may exceed vLLM's token limit.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -214,7 +214,7 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding."""
     dtype = DTYPES[config.model.dtype]
-    # Adapters are trained in float32, and adamw_8bit uses Kahan summation, so neither loses small updates.
+    # No update is lost in adapters, which are float32, or with adamw_8bit, which adds up the rounding errors.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

@@ -38,7 +38,7 @@ def lost_ranks(error: RuntimeError) -> str:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # torchrun shows only the first reported error, so a rank that lost another rank reports three seconds later.
+        # torchrun shows the error that is reported first, so the rank that failed gets three seconds to report its own.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -68,7 +68,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # SIGTERM from torchrun is ignored, so that this rank can find out which other rank has ended.
+            # Finding the rank that ended takes seconds, in which SIGTERM from torchrun must not end this rank.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -85,5 +85,5 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # os._exit skips Python's shutdown, during which gloo may abort the process (PyTorch's pull request 179291).
+    # During Python's shutdown, gloo may abort the process (pytorch/pytorch#179291); os._exit skips the shutdown.
     os._exit(code or 0)

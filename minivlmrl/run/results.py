@@ -26,7 +26,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric is no metric, or if --max-restarts of torchrun needs --resume=auto."""
+    """Raise ValueError if best_metric names no metric, or if torchrun restarts ranks without --resume=auto."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -144,12 +144,12 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)
-        # The loss on held-out rows is left out of the printed table, because only some stages compute a loss.
+        # Only some stages compute a loss on held-out rows, so the printed table has no column for the loss.
         values.pop("eval/loss", None)
         return values
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json and then the weights, because saving the weights may fill the disk."""
+        """Write summary.json, and then the weights, which may fill the disk."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
@@ -157,7 +157,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # The accuracy of guessing is not comparable with a training reward other than `accuracy`.
+            # In a table of training rewards, only `accuracy` is compared with the accuracy of guessing.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
@@ -187,7 +187,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The table's first two columns are the accuracies of sampled and of greedy answers.
+        # The accuracy of guessing stands in the columns of the sampled and the greedy accuracy, which come first.
         first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -17,7 +17,7 @@ An entry of `completions` has these fields:
 - tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
 - pictures: paths of the images that an environment added;
 - extra: other values that reward functions log;
-- turns: for each turn of an agent, the text, the number of tokens, and `shown`: whether the turn's prompt has an image.
+- turns: for each turn of an agent, text, tokens (their number), and shown, which is true if the prompt has an image.
 """
 
 import json
@@ -140,7 +140,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # Samples with an advantage of 0 may be in no micro-batch.
+        # A sample that is in no micro-batch was dropped, because its advantage is 0.
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)

@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # The option max_epochs may end a stage before max_steps. Then config.yaml gets the smaller number of steps.
+        # If max_epochs ends a stage earlier, the smaller number of steps is written to config.yaml as max_steps.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -177,7 +177,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # The module for chat templates needs Jinja, so it is imported only for recipes that set template variables.
+        # folder_template imports Jinja, which most recipes do not need.
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)

@@ -12,7 +12,7 @@ from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a new try may mend
-# Signals within five seconds count as one, because a scheduler and torchrun may both send the signal to a rank.
+# A scheduler and torchrun may both send the signal to a rank, so signals within five seconds count as one.
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
@@ -24,7 +24,7 @@ class Preempted(Exception):
 class StopSignals:
     """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
 
-    A second signal, at least five seconds after the first (for Ctrl-C, one second), ends the process at once. Long
+    A second signal ends the process at once, if five seconds have passed since the first (for Ctrl-C, one second). Long
     tasks, such as sampling, repeatedly call world.stop_if_preempted, which raises Preempted after a signal.
     """
 
@@ -35,7 +35,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # A run stops only after the last update on a rollout, because checkpoints do not contain the rollout.
+        # A checkpoint does not contain the rollout, so a run stops only after the last update on a rollout.
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":

@@ -35,7 +35,7 @@ class TrainerState:
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the number of rows has changed since the checkpoint, because their order changes, too."""
+        """Raise ValueError if the number of rows has changed since the checkpoint."""
         if self.rows not in (0, rows):
             raise ValueError(
                 f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "

@@ -24,7 +24,7 @@ class Task:
     chance_name: str  # label for that accuracy in tables
 
 
-# {task name: Task, or a text "module:NAME" that says where the Task is defined}; scripts may add entries.
+# {name of a task: the Task, or its place as "module:NAME"}; a script may add tasks
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 

@@ -3,8 +3,7 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so that SFT leaves most of the correct answers to reinforcement
-learning.
+Half of the demonstrations have a random label, so that the accuracy is low after SFT and can still rise in GRPO.
 """
 
 import random
@@ -74,7 +73,7 @@ def tagged_answer(label: str) -> str:
 def make_rejected(label: str, rng: random.Random) -> str:
     """Make a rejected answer: a wrong colour, a wrong shape, different colours in thought and answer, or missing text.
 
-    GRPO exploits a reward model that has seen only wrong labels, see docs/results.md.
+    A reward model that has seen only wrong labels gives other wrong answers high scores, see docs/results.md.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])

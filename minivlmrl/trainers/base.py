@@ -71,7 +71,7 @@ class SampledBatch(MicroBatch):
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return the advantage of each sample for the log, or 0 for a loss without advantages."""
+        """Return the advantage of each sample for completions.jsonl, or zeros if the loss has no advantages."""
         return [0.0] * len(self.samples)
 
 
@@ -155,7 +155,7 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # An earlier stage may have set requires_grad to False for parameters that the new stage trains.
+        # Parameters that an earlier stage froze may be trained in this stage.
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
@@ -177,7 +177,7 @@ class Trainer:
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Return the largest micro-batches that these rows can have, to test whether a step fits in memory."""
+        """Return the largest micro-batches that the given rows can have, to test whether a step fits in memory."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -185,7 +185,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Time a phase of an optimizer step, and name the phase if memory runs out."""
+        """Begin a phase, such as "sampling", whose time is measured and which an out-of-memory message names."""
         self.timer.start(name)
         return phase(name)
 

@@ -1,8 +1,7 @@
 """Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
 
-A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower, but
-no image patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. A rank that receives a group reads the
-prompt's image from the image file.
+A group is a prompt with its completions. Ranks send each other token ids and rewards, but no images: the patches of one
+image can take 10 MB, so each rank reads the images of its prompts from the image files.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # An environment is not sent to other ranks, because an environment may be impossible to pickle.
+            # pickle may fail on a user's environment, so no environment is sent to other ranks.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
@@ -79,14 +78,12 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    Groups are assigned from the longest to the shortest, one to each rank in turn, beginning with the rank that has the
-    fewest tokens. The ranks of a sharded model wait for each other in every layer, so all ranks should process groups
-    of similar length at the same time.
+    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. So all
+    ranks process groups of similar length at the same time, and do not wait for each other in a sharded model's layers.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
         after     rank 0: 9, 5, 2    rank 1: 8, 7, 1
-
 
     Args:
         lengths: for each rank, the lengths of its groups.
@@ -94,7 +91,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # If all groups are equally long, each rank keeps its own groups, because the sort is stable.
+    # If all groups are equally long, no group moves: the sort leaves one group of each rank in turn.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

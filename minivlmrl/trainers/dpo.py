@@ -21,7 +21,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # The SFT loss, which DPO can add, is averaged over the tokens of chosen answers, which have even indices.
+    # An SFT loss that is added to DPO is averaged over the tokens of chosen answers, which are rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
     @staticmethod

@@ -21,7 +21,7 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample completions until enough groups have different rewards, and build a rollout from these groups.
 
-    If too few groups have different rewards after max_num_batches batches, groups with equal rewards are added.
+    After max_num_batches batches, groups with equal rewards fill a rollout that is still too small.
 
     Args:
         rows: the first batch.
@@ -49,12 +49,12 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # A row's key, such as "0/grpo/3/17", ends with the row's place in the order of sampling, 17.
+    # The last number in a key, such as 17 in "0/grpo/3/17", counts the rows in the order of sampling.
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups: groups with different rewards, and others only if these are too few."""
+    """Build a rollout from `count` groups; groups with equal rewards are taken last."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.steps_per_rollout
     local = []  # this rank's groups, one optimizer step after the other

@@ -59,7 +59,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss with invented log-probabilities, and check that each option of the recipe changes the loss."""
+    """Call a custom loss with made-up log-probabilities, and check that each option of the recipe changes the loss."""
     value, slopes = loss_and_gradient(loss, config, torch.full((2, 2), -1.0), None)
     if slopes is None or not (value.isfinite() and slopes.isfinite().all()):
         raise ValueError(
@@ -68,7 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    # The invented importance ratios are from 0.1 to 10, so that a change of a clipping option changes the loss.
+    # The ratios of new to old probabilities are from 0.1 to 10, so that other clipping options change the loss.
     old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
@@ -89,7 +89,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
     """Call a custom loss for two completions; return the loss, and its gradient for the log-probabilities."""
     logps = logps.clone().requires_grad_()
-    # The invented reference log-probabilities contain beta, so that beta changes each loss that uses a reference model.
+    # beta is subtracted, so that another beta changes every loss that reads the reference log-probabilities.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])

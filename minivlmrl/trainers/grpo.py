@@ -91,7 +91,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards for dynamic sampling: all rewards, (samples, rewards), or weighted sums, (samples, 1)."""
+        """Return the rewards that must differ within a group, (samples, K), or their weighted sum, (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -126,7 +126,7 @@ class GRPOTrainer(RolloutTrainer):
         # 3. Pack the samples into micro-batches, and compute the log-probabilities of their tokens.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. RLOO subtracts a KL penalty from the rewards, and computes the advantages again.
+            # 4. For RLOO, subtract a KL penalty from the rewards, and compute the advantages from the result.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
@@ -153,10 +153,10 @@ class GRPOTrainer(RolloutTrainer):
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples with an advantage of 0 if they do not change the gradient."""
+        """Drop samples that cannot change the gradient, because their advantage is 0."""
         if self.needs_all_samples:
             return samples
-        # If all advantages are 0, one sample is kept, because every rank of a sharded model must run a forward pass.
+        # Every rank of a sharded model must run a forward pass, so one sample is kept if all advantages are 0.
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
@@ -181,7 +181,7 @@ class GRPOTrainer(RolloutTrainer):
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
-        # 4. Compute the ratios of the trainer's to the sampler's probabilities, and build each GRPOBatch.
+        # 4. Compute the ratios of trainer to sampler probabilities, and build the batches for the loss.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
@@ -230,7 +230,7 @@ class GRPOTrainer(RolloutTrainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # The exchange between ranks changed the order of samples, so the KL estimates are sorted by sample index.
+        # Ranks have exchanged samples, so the KL estimates of all ranks are sorted by sample index.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -241,13 +241,13 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        # A custom loss function gets the options of grpo_loss, and other options of the section grpo that it accepts.
+        # A user's loss gets all options of grpo_loss, and those options of the section grpo that are its parameters.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
-        # Custom loss functions get no token weights, and no entropy bonus is added to their loss.
+        # Only built-in losses have token weights and an entropy bonus.
         is_builtin = ":" not in self.config.loss_type
         arguments: dict[str, Any] = {
             **options,

@@ -1,6 +1,6 @@
-"""Base classes for trainers on given answers, such as SFT, DPO, KTO and the reward model.
+"""Base classes for trainers on answers from the data, such as SFT, DPO, KTO and the reward model.
 
-All answers to a prompt form a group, so the model processes the prompt and its images only once.
+The model processes a prompt and its images once for all answers to the prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """A micro-batch of given answers; the answers of pairs alternate: chosen, rejected, chosen, rejected, ..."""
+    """A micro-batch of answers from the data; pairs stand in the order chosen, rejected, chosen, rejected, ..."""
 
     @property
     def weight(self) -> float:
@@ -37,7 +37,7 @@ class AnswerBatch(MicroBatch):
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages that train on given answers, with one optimizer step per batch.
+    """Base class for stages that train on answers from the data, with one optimizer step per batch.
 
     A trainer defines the method `loss`, and lists the row fields with answers, such as ("chosen", "rejected").
     """
@@ -74,7 +74,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of all rows without a missing answer; each rank reads a part of the rows."""
+        """Return the indices of the rows that have all answers; each rank reads a part of the rows."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -84,9 +84,9 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the rows without a missing answer equally among the ranks.
+        """Split the rows that have all answers equally among the ranks.
 
-        A rank with fewer rows repeats a row of another rank: all ranks must run a sharded model equally often.
+        All ranks must run a sharded model equally often, so a rank with fewer rows repeats a row of another rank.
 
         Returns:
             The indices of this rank's rows, and how many of these rows are not repeated.

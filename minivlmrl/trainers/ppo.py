@@ -38,7 +38,7 @@ class PPOBatch(SampledBatch):
     old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Average the advantages of each completion over the tokens that are trained on."""
+        """Return the mean of each completion's token advantages, without masked tokens."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
@@ -75,7 +75,7 @@ class PPOTrainer(RolloutTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
-        # A separate critic has a vision tower of its own, and cannot use the policy's image embeddings.
+        # A separate critic has its own vision tower, which must process the images again.
         return self.config.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:

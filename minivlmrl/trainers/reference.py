@@ -30,7 +30,7 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    A copy of a policy with adapters consists of the trained parameters only.
+    If the policy has adapters, only its trained parameters are copied.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
@@ -59,7 +59,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # A list hides the policy from nn.Module, which would register the policy as a submodule.
+        # A module in a list is no submodule, so a checkpoint of the copies does not contain the policy.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -70,12 +70,11 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap values between the copies and the model's parameters; an FSDP model must be resharded before."""
-        # Before a backward pass, the model must have its own values again, because autograd does not notice that
-        # parameter.data was exchanged.
+        """Exchange the values of the model's parameters with their copies; an FSDP model must be resharded before."""
+        # Autograd does not notice an exchange of parameter.data, so exchange() is called again before a backward pass.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Two tensors are exchanged without copying values, so memory cannot run out between two parameters.
+                # Exchanging tensors takes no memory: if memory ran out here, the policy would be half exchanged.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()

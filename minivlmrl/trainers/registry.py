@@ -39,7 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # If a recipe has no stages, unused options in the section `reference` are no error.
+    # A recipe without stages only evaluates, and may keep options of the section `reference`.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

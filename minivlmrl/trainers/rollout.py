@@ -10,8 +10,7 @@ Sizes in shapes:
     this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define the methods `prepare`, which packs the micro-batches of each optimizer step, and
-`loss`, which computes the loss of a micro-batch.
+GRPOTrainer and PPOTrainer define the method `prepare`, which computes advantages, and the method `loss`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +53,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    The options of such a trainer must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    The options of the stage must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True
@@ -94,18 +93,19 @@ class RolloutTrainer(Trainer):
             self.reward_model = reward_models().RewardModelScores(run, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if all models of the stage share one frozen vision tower, which processes each image once."""
+        """Return True if one frozen vision tower serves all models of the stage, and processes each image once."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Compute a rollout's metrics, and pack micro-batches; each of `parts` has the groups of an optimizer step."""
+        """Compute a rollout's metrics, and pack the micro-batches of each step from its part of the groups."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
 
-        Example: with steps_per_rollout 4 and passes_per_rollout 2, 32 prompts give 2 passes of 4 steps with 8 prompts.
+        Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 optimizer steps, and
+        each step trains on 8 prompts.
         """
         self.batches = batches
         for rows in batches:
@@ -119,7 +119,7 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # Groups move between ranks, so a rank may train on other rows than it has sampled completions for.
+                # Ranks exchange groups, so this rank may train on rows for which another rank has sampled.
                 self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
@@ -133,7 +133,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.config.num_generations for completion in longest]
         num_samples = len(rows) * self.config.num_generations
-        # The invented rewards alternate between 0 and 1, because training may leave out groups with equal rewards.
+        # A step may leave out groups with equal rewards, so the made-up rewards alternate between 0 and 1.
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -169,7 +169,7 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute metrics of the rewards and completions of all ranks, and add the metrics in `others`."""
+        """Compute metrics of the rewards and completions of all ranks."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
@@ -207,7 +207,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return True if the loss includes the sample's completion."""
+        """Return True if the policy is trained on the sample."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
