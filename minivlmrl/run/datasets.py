@@ -142,7 +142,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _training_rows(
     run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, open_file: Callable[..., FileRows]
 ) -> Dataset:
-    """Open the training rows of a stage: from a file for this stage only, or from the files for all stages."""
+    """Open the training rows of a stage."""
     from minivlmrl.data.mixture import mix
 
     config = run.data

@@ -94,7 +94,6 @@ def train_stages(
 def set_up(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Check the output folder, and load the model, its processor and the rows."""
     check_outputs(config)
     if world.is_main:
         describe_hardware(config, world)

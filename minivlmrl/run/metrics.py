@@ -35,7 +35,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# {metric that is not averaged over the micro-batches of a step: function of the values}
+# {metric: function that combines the values of micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 # (metrics, number of tokens or pairs over which the metrics are means)
 Means = tuple[dict[str, float], float]
@@ -105,7 +105,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        The number leaves out an evaluation after the last step, which a resumed run repeats.
+        An evaluation after the last step is not counted, because a resumed run evaluates again.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     """Create a log file, or cut the log of a resumed run back to its checkpoint, and return the number of lines."""
-    # None, for a file that the checkpoint does not list, keeps all lines.
+    # A file that the checkpoint does not list has num_lines None, and keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -227,8 +227,8 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, the two log-probabilities of each token may differ by at most rollout.max_logp_mismatch nats. In
-    bfloat16, single tokens differ more, so a tenth of the option limits the root mean square over all tokens.
+    In float32, sampler and trainer may differ by at most rollout.max_logp_mismatch nats at each token. In bfloat16,
+    single tokens differ more, so the limit is a tenth of the option for the root mean square over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

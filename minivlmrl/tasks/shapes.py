@@ -71,10 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: a wrong colour, a wrong shape, different colours in thought and answer, or missing text.
-
-    A reward model that has seen only wrong labels gives other wrong answers high scores, see docs/results.md.
-    """
+    """Make a rejected answer: a wrong colour or shape, different colours in thought and answer, or missing text."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]

@@ -185,7 +185,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Begin a phase, such as "sampling", whose time is measured and which an out-of-memory message names."""
+        """Measure the time of a phase, such as "sampling", which an out-of-memory message also names."""
         self.timer.start(name)
         return phase(name)
 

@@ -28,7 +28,7 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # pickle may fail on a user's environment, so no environment is sent to other ranks.
+            # Pickling a user's environment may fail, so no environment is sent to other ranks.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
@@ -78,8 +78,8 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. So all
-    ranks process groups of similar length at the same time, and do not wait for each other in a sharded model's layers.
+    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. So
+    ranks process groups of similar length at the same time, and wait less for each other in a sharded model.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
@@ -91,7 +91,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # If all groups are equally long, no group moves: the sort leaves one group of each rank in turn.
+    # If all groups are equally long, the sort changes nothing, and each rank keeps its own groups.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

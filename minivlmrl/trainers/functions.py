@@ -68,7 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    # The ratios of new to old probabilities are from 0.1 to 10, so that other clipping options change the loss.
+    # Ratios of new to old probabilities from 0.1 to 10 exceed usual clipping bounds, so that the bounds have an effect.
     old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
@@ -89,7 +89,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
     """Call a custom loss for two completions; return the loss, and its gradient for the log-probabilities."""
     logps = logps.clone().requires_grad_()
-    # beta is subtracted, so that another beta changes every loss that reads the reference log-probabilities.
+    # The reference log-probabilities depend on beta, so that beta changes every loss that reads a reference.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])

@@ -241,7 +241,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        # A user's loss gets all options of grpo_loss, and those options of the section grpo that are its parameters.
+        # A user's loss function gets the options of grpo_loss, and other options of the section grpo that it accepts.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward

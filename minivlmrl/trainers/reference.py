@@ -74,7 +74,7 @@ class SwappedParameters(nn.Module):
         # Autograd does not notice an exchange of parameter.data, so exchange() is called again before a backward pass.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Exchanging tensors takes no memory: if memory ran out here, the policy would be half exchanged.
+                # Exchanging two tensors takes no memory, so running out of memory leaves no half-exchanged policy.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -86,7 +86,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference model: a separate model, or the policy while copies of its parameters are swapped in."""
+    """Yield the reference model: a separate model, or the policy with the copied parameters."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
