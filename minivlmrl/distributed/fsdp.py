@@ -188,7 +188,7 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers without experts: an expert that no token selects would get no gradient."""
+    """Return the decoder layers in which every parameter gets a gradient in every micro-batch."""
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]

@@ -33,7 +33,7 @@ class World:
     # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # False if vLLM, and not the function `shutdown`, destroys the process group at the end
+    # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
     ends_group: bool = True
 
     @property

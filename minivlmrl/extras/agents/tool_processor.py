@@ -16,7 +16,7 @@ class ToolProcessor(Processor):
     tools: Sequence[str] = ()  # names of the tools
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Merge the results of tool calls that are written in tags into the assistant turns with these calls.
+        """If a tool is called in tags, merge its result into the assistant turn with the call.
 
         Example: after the tool call <search>cats</search>, the tool's result is inserted as <result>...</result>.
         """

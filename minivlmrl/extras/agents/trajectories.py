@@ -221,7 +221,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds."""
+    """Build a trajectory's next prompt from all text so far and the images of the newest rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens

@@ -60,7 +60,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
 
 
 def pixel_hashes(rows: Dataset) -> set[bytes]:
-    """Return a hash of each image's pixels, for at most NUM_DECODED rows without videos."""
+    """Return a hash of each image's pixels, for a random sample of at most 1000 rows."""
     hashes = set()
     numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
     for number in numbers:

@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows of one training stage, whose answers have the `names` "chosen" and "rejected", for example."""
+    """Check the rows on which one stage trains."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)

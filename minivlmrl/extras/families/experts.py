@@ -162,7 +162,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Let the MoE layers of a sharded model call `sum_counts`, which sums each expert's token count over the ranks."""
+    """Make the MoE layers of a sharded model add up each expert's token count over all ranks."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)
