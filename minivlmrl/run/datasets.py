@@ -34,7 +34,7 @@ def load_datasets(
 ) -> dict[str, Dataset]:
     """Return the rows of each stage, {stage: dataset}; the key "eval" has the held-out rows, if there are any.
 
-    All ranks read the rows. Only rank 0 checks that image and video files exist, but all ranks raise the error.
+    All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
 
     Args:
         run: the recipe.

@@ -88,7 +88,7 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # Discard the times before the first step, such as that of the test whether a step fits in memory.
+        # Discard times before the first step, such as the time of the test whether a step fits in memory.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
@@ -105,7 +105,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        An evaluation after the last step is not counted, because a resumed run evaluates again.
+        Lines of an evaluation after the last step are left out, because a resumed run evaluates again.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     """Create a log file, or cut the log of a resumed run back to its checkpoint, and return the number of lines."""
-    # A file that the checkpoint does not list has num_lines None, and keeps all lines.
+    # A log file that the checkpoint does not list has num_lines None, and keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -227,8 +227,8 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, sampler and trainer may differ by at most rollout.max_logp_mismatch nats at each token. In bfloat16,
-    single tokens differ more, so the limit is a tenth of the option for the root mean square over all tokens.
+    In float32, the log-probabilities from sampler and trainer may differ by at most rollout.max_logp_mismatch nats. In
+    bfloat16, only the root mean square over all tokens is limited, to a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

@@ -83,8 +83,8 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
     The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
-    In the warmup, step k has the learning rate of TRL's step k + 1, because TRL begins with 0. All later steps have
-    TRL's learning rates.
+    In the warmup, step k has the learning rate of TRL's step k + 1, because TRL begins with 0. After the warmup, the
+    learning rates are TRL's.
 
     Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
     the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.

@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # If max_epochs ends a stage earlier, the smaller number of steps is written to config.yaml as max_steps.
+        # If max_epochs ends a stage before max_steps, config.yaml gets the smaller number as max_steps.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)

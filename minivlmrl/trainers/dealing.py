@@ -78,8 +78,8 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. So
-    ranks process groups of similar length at the same time, and wait less for each other in a sharded model.
+    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. Ranks
+    that process groups of similar length at the same time wait less for each other in a sharded model.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

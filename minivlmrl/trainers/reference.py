@@ -30,7 +30,7 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    If the policy has adapters, only its trained parameters are copied.
+    A reference for a policy with adapters copies only the trained parameters.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):

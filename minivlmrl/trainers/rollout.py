@@ -53,7 +53,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    The options of the stage must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    A stage that samples must have the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True
@@ -133,7 +133,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.config.num_generations for completion in longest]
         num_samples = len(rows) * self.config.num_generations
-        # A step may leave out groups with equal rewards, so the made-up rewards alternate between 0 and 1.
+        # The rewards alternate between 0 and 1, because a step may leave out groups with equal rewards.
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
