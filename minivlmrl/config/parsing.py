@@ -226,7 +226,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Replace a text that names a file or code by the result of self.change_text."""
+        """Change a text that names a file or code, for example to a path relative to the recipe."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value

@@ -37,9 +37,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The timer still runs if Overtime interrupted the first call of setitimer.
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        # `former` is None if C code installed the former handler; signal.signal does not accept None.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # again, because Overtime may have interrupted the first call
+        # `former` is None if C code installed the handler; signal.signal does not accept None.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 

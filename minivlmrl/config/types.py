@@ -18,6 +18,6 @@ Part = Literal["vision", "merger", "language", "embeddings"]
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of the coordinates of boxes
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
-# min_pixels may be at most 2**25, because the patches of an image with 2**25 pixels take 2 GB.
+# min_pixels may be at most 2**25: cutting an image of 2**25 pixels into patches takes 2 GB of memory.
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

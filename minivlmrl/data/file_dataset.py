@@ -87,7 +87,7 @@ class FileDataset(FileRows):
         self.unread = [] if reads is None else sorted(unread - known)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Add a row to the dataset's counts and hashes, and return the row's missing image and video files."""
+        """Count a row, and return the row's missing image and video files."""
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
@@ -179,7 +179,7 @@ def read_header(source: Source, folder: Path) -> PIL.Image.Image:
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos as VideoFile objects, which read their frames on first use."""
+    """Return a row's videos, whose frames are read at each use."""
     videos = []
     for item in media:
         if item.kind == "video":

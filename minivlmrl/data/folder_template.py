@@ -220,7 +220,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark is a Chinese letter that no text contains; a template could strip or escape other characters.
+        # The mark is a Chinese letter that no text contains: a template could strip or escape a space or a symbol.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -274,7 +274,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _spelled(name: str) -> str:
     """Return a regular expression for the first character of a control token, such as the < of "<|im_end|>"."""
-    # Also find "<|im_ end|>", whose space a template could strip, and "<|im_" at the text's end, before other text.
+    # The token may be "<|im_ end|>", because a template could strip the space, or "<|im_" at the end of a text.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]

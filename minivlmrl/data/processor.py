@@ -64,10 +64,10 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # In Qwen3-VL's prompt, every two frames of a video are one image after a timestamp, such as "<0.3 seconds>".
+        # In Qwen3-VL's prompt, a timestamp such as "<0.3 seconds>" stands before every two frames of a video.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        # for a prompt without images, because torch.cat refuses an empty list
+        # torch.cat refuses an empty list, so a prompt without images needs an empty tensor
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. An image has 0 seconds; for a video,
-        `seconds` is the third value that Video.patches returns.
+        The patch grid is the number of patches in time, height and width. `seconds` is 0 for images; for videos, see
+        Video.patches.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -140,7 +140,7 @@ def shown_parts(
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # one image at a time: a row's `images` decodes an image at each access, to save memory
+    # The generator decodes one image at a time, so that the decoded images do not fill the memory.
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options

@@ -136,7 +136,7 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
 
 
 def read_texts(columns: dict) -> dict:
-    """Check the columns of a row that contain a text or a list of turns, and return these columns."""
+    """Check and return a row's columns with texts or lists of turns."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         check_field(isinstance(value, TEXTS[name]), f"column {name!r}", value, TYPE_WORDS[TEXTS[name]])

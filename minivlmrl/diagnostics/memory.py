@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of the tensor storages that existed before, such as the weights', and of those counted so far
+        # addresses of the storages of `uncounted` tensors, and of all storages counted so far
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # number of bytes
         self.peak = 0  # largest number of bytes so far
@@ -443,7 +443,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # times 2, because each gathered weight has a gradient of the same size
+    # The factor is 2, because each gathered weight has a gradient of the same size.
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
         # All weights stay gathered, and each trained weight has a gradient in float32.
