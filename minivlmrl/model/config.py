@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# A depth of a million, set by mistake, would take minutes to build.
+# A model with a million layers, set by mistake, would take minutes to build.
 Depth = Annotated[int, "[1, 1000]"]
 
 

@@ -9,9 +9,9 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
-# keys of config.json that are computed when saving, and are not kept in ModelConfig.extra
+# keys of config.json that are computed again when a model is saved
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys of vision_config that are computed when saving, and are not kept in VisionConfig.extra
+# keys of vision_config that are computed again when a model is saved
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 
@@ -30,7 +30,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # The top-level value has priority, because transformers 5 always writes the default into text_config.
+    # The top-level tie_word_embeddings has priority: transformers 5 always writes the default into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text

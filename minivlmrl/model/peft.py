@@ -28,7 +28,7 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# where an adapter is inside PEFT's folder, a checkpoint and a run's folder, in this order
+# subfolders that may contain an adapter: in a folder from PEFT, in a checkpoint, and in a run's folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."

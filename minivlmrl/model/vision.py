@@ -119,7 +119,7 @@ class Layout:
 
 # The policy and the reference model process the same images, so the images' layouts are cached.
 @lru_cache(maxsize=8)
-# Sampling may compute a layout first, but training cannot use tensors that were created in inference mode.
+# Sampling in inference mode may fill the cache, but training cannot use tensors created in inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the order, rotary angles and attention segments of patches for patch grids (time, height, width)."""

@@ -33,7 +33,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that reject an invalid solution, so that run/preflight.py can find invalid solutions before training
+# rewards with which run/preflight.py finds invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # metrics that every optimizer step has; a reward may not log other values under these names
@@ -60,7 +60,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # A reward function that calls another one passes on its prompts, which are Texts already.
+    # A reward function may call another one with prompts that have already been converted.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -172,7 +172,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the reward function on single completions, and describe the first one for which it fails."""
+        """Call the reward function on one completion after another, and describe the first failure."""
         callbacks = callbacks | {"log_extra": lambda *_: None}
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):

@@ -25,7 +25,7 @@ FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    Training changes values in all parts of a file, so a file above 64 MiB gives only 1,024 evenly spaced blocks.
+    Of a file above 64 MiB, only 1,024 evenly spaced blocks are read; training changes values in every block.
     """
     for file in files:
         size = file.stat().st_size

@@ -53,7 +53,7 @@ ROWS = "rows of data.train_file"
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return options such as {"grpo.beta": 0.04}, which a checkpoint saves, and a resumed run compares with its own.
 
-    The result also has hashes of the data file and of an adapter's base weights, and the number of threads.
+    A checkpoint also saves hashes of the data file and of an adapter's base weights, and the number of threads.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -167,7 +167,7 @@ class CheckpointManager:
             if progress.steps and self.stage:  # a stage has begun since the resume
                 # All ranks raise RewardFailed and Preempted together, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
-                # Reading a row may fail on one of several ranks, but a checkpoint needs all ranks.
+                # Reading a row may fail on one of several ranks, but all ranks must save a checkpoint together.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
                 if self.can_save and is_between:

@@ -135,7 +135,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # In pixel_values, the 2 x 2 patches of a token are contiguous, so the embeddings get the same order.
+        # In pixel_values, the 2 x 2 patches of a token are contiguous, so the position embeddings are reordered.
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -276,8 +276,8 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 def write_videos(images: ImageProcessor, options: dict) -> dict:
     """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
 
-    A recipe limits the pixels of one frame, and the file limits all frames together, so limits are multiplied by the
-    largest number of frames.
+    A recipe's pixel limits for one frame are multiplied by the largest number of frames, because the file has limits
+    for a whole video.
     """
     videos = images.videos
     if not isinstance(videos, Videos):
