@@ -20,7 +20,7 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file in a model's folder, with the options that change the model's answers
+# file beside saved weights, with the options of the run that change the model's answers, such as the system prompt
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -91,9 +91,9 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
 
-    Example: files are written to the new folder checkpoint.partial. After the `with` block, the old folder checkpoint
-    is renamed to checkpoint.replaced, and checkpoint.partial to checkpoint. After a crash between the two renames,
-    checkpoint.replaced is loaded. If saving fails, the old folder is kept.
+    Example: a checkpoint is written to checkpoint.partial. At the end, the old folder checkpoint is renamed to
+    checkpoint.replaced, and then checkpoint.partial to checkpoint. If a crash happens between the two renames,
+    checkpoint.replaced is loaded.
 
     Raises:
         ValueError: the old folder contains files but no checkpoint.
@@ -132,7 +132,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def flush_file(path: Path):
-    """Flush a file to the disk, or the entries of a folder, so that a rename survives a crash."""
+    """Flush a file or a folder to the disk, so that a crash of the machine does not lose its content."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder

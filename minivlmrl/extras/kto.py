@@ -57,7 +57,7 @@ def kto_loss(
     z = beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(desirable_weight)
     undesirable = u.new_tensor(undesirable_weight)
-    # The KTO loss is computed as sigmoid(-z), because the equal 1 - sigmoid(z) is rounded to 0 in float32 for z = 20.
+    # sigmoid(-z) is 1 - sigmoid(z), which float32 would round to 0 for z = 20
     per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
     rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}

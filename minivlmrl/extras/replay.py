@@ -1,8 +1,8 @@
 """Repeat a step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is a run's folder, or a recipe. The command trains again up to the given step, from the last checkpoint before this
-step or from the start of the run. Nothing is written to RUN. Random numbers for completions depend only on the
-prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to the last bit.
+RUN is a run's folder, or a recipe. `replay` trains again up to the given step, from the last checkpoint before the step
+or from the start of the run. Nothing is written to RUN. On the same machine, the replayed completions and metrics are
+identical to those in completions.jsonl and metrics.jsonl.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # The log of a run has the completions of all ranks if num_logged_prompts is null.
+    # completions of all ranks, because the run may have logged all of them
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -86,7 +86,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Stops training at the step that is replayed; the arguments are (trainer, optimizer, step, rows)."""
+    """Exception that ends the training before the replayed step; its args are (trainer, optimizer, step, rows)."""
 
 
 class StopBefore(Callback):

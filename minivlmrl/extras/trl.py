@@ -38,7 +38,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
-# {argument of grpo_loss: field of TRL's GRPOConfig}; GRPOConfig has no field for the argument kl_estimator.
+# arguments of grpo_loss, and the fields of TRL's GRPOConfig with the same meaning
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -94,8 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # A user's own loss may lack options of TRL, so only options that differ from TRL's defaults are passed to the
-        # loss.
+        # Options with TRL's default value are not passed on, because a user's own loss may lack them.
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -126,7 +125,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # For losses such as dapo, TRL logs a micro-batch's share of the step's loss; for others, its mean loss.
+            # TRL logs a loss before dividing it by the number of micro-batches, except for averages over tokens (dapo).
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -151,15 +150,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # The model also gets the tensors of images, such as pixel_values and image_grid_thw.
+            # tensors of images for the model, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
         """Return the token count by which the loss_type dapo divides the sum of token losses.
 
-        TRL counts the tokens of a whole rollout, although several optimizer steps may train on the rollout.
-        Gradients are averaged over processes, so each process divides its loss by the mean token count per process.
+        TRL counts the tokens of a whole rollout on all processes; the divisor is the share of one step and one process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
@@ -169,11 +167,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return token weights for the policy loss (None if all are 1), and the policy loss's further options."""
+        """Return each token's weight in the policy loss (None if all are 1), and keyword arguments for the loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # Without vLLM, the sampler's log-probabilities are those of the old policy.
+            # Without vLLM, TRL samples with the old policy itself, so the sampler's log-probabilities are old_logps.
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near
@@ -192,7 +190,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics[mode][name].append(mean.item())
 
     def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
-        """Log the smallest and largest fraction of clipped tokens in a completion, as TRL does."""
+        """Log TRL's metrics clip_ratio/low_min and clip_ratio/high_max over all completions."""
         mode = "train" if self.model.training else "eval"
         advantages = inputs["advantages"]
         if advantages.dim() == 1:

@@ -19,7 +19,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# for images and videos, the model's arguments with patches and grids, and the config field with the token id
+# names: the model's argument for patches, its argument for grids, and the config field with the placeholder's id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -33,11 +33,11 @@ ADVICE = (
 
 
 class InputCheck(TrainerCallback):
-    """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
+    """Warn in the first step if the model ignores an image or a video, or if a trained parameter gets no gradient.
 
     InputCheck replaces each image of the first micro-batch by a gray one, and tests whether the model's outputs change.
     To check the images, the model runs up to nine times without gradients. If FSDP or DeepSpeed shards the weights,
-    images and gradients are not checked. InputCheck changes no weights and no random numbers.
+    InputCheck only warns of image placeholders without images. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -107,8 +107,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
     """Return a warning if some images or videos can be made gray without changing the outputs of the model."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng restores the random state, so that all forward passes and the training step have the same dropout
-        # masks. Warnings are hidden, because activation checkpointing warns about forward passes without gradients.
+        # fork_rng restores the random state, so that all forward passes have the same dropout masks.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -132,13 +131,13 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # Autocast's cache is cleared, because the training step must not use weights that were cached without gradients.
+    # Autocast's cache now contains weights without gradients, which the training step must not use.
     torch.clear_autocast_cache()
     return problems
 
 
 def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return the outputs from which a loss is computed, with 0 at the tokens of images and videos."""
+    """Return the model's log-probabilities, logits or loss, with zeros at the tokens of images and videos."""
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
         raise ValueError(
@@ -150,7 +149,7 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     is_media = torch.zeros_like(ids, dtype=torch.bool)
     for _, _, token in MEDIA.values():
         is_media |= ids == getattr(model.config, token, -1)
-    # TRL may compute outputs for the last tokens only, so the mask is cut to the length of the outputs.
+    # TRL may request outputs for the last tokens only.
     is_media = is_media[:, -output.shape[1] :]
     return output.masked_fill(is_media.view(*is_media.shape, *[1] * (output.dim() - 2)), 0)
 

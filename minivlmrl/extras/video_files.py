@@ -32,7 +32,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video whose blank frames have the number and size of a video file's sampled frames."""
+    """Return a Video with blank frames, from which a prompt's tokens are counted without decoding the file."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -57,8 +57,7 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # Frames before the first key frame cannot be decoded, so a video can have fewer frames than packets. Then
-        # indices are computed again from the number of decoded frames.
+        # A video has fewer frames than packets if it does not begin with a key frame.
         total_frames = num_decoded
 
 
@@ -75,7 +74,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # A truncated Matroska file ends before the duration in its header; other formats have an index of all packets.
+    # In a truncated Matroska file, the last packet ends before the duration that the header declares.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -146,8 +145,7 @@ def sample_indices(
     Returns:
         Indices of the sampled frames, and the sampled frames per second.
 
-    Source: qwen-vl-utils' video readers (float32), or, for Qwen3-VL, whose frame_factor is 1, transformers'
-        Qwen3VLVideoProcessor (float64).
+    Source: qwen-vl-utils' video readers; for frame_factor 1 (Qwen3-VL), transformers' Qwen3VLVideoProcessor.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(f"the video has {total_frames} frames at {video_fps} per second, so no frame can be sampled")
@@ -164,9 +162,9 @@ def sample_indices(
     num_frames = last_frame - first_frame + 1
     nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
     if frame_factor == 1:
-        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)
+        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)  # in float64, as in transformers
     else:
-        indices = torch.linspace(first_frame, last_frame, nframes).round().long()
+        indices = torch.linspace(first_frame, last_frame, nframes).round().long()  # in float32, as in qwen-vl-utils
     return indices.tolist(), nframes / num_frames * video_fps
 
 

@@ -57,7 +57,7 @@ FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
-    # With async_scheduling or enable_chunked_prefill, vLLM would not sample each token exactly once.
+    # With async_scheduling or enable_chunked_prefill, vLLM would also sample tokens that it then discards.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
@@ -69,8 +69,7 @@ FIXED_OPTIONS = {
 class VLLMOptions:
     """vllm.LLM options that a recipe may set.
 
-    A recipe cannot set an option of vllm.LLM that names a file or code, such as worker_cls, because a stranger's
-    config.yaml must not load code.
+    Options that load code, such as worker_cls, are left out, because a recipe may come from a stranger.
     """
 
     block_size: Count | None = None
@@ -102,7 +101,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # each decode step's row indices, token ids, log-probabilities, and whether each row ends
+        # for each decode step: row indices, token ids, log-probabilities, and True for rows that end, each (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
@@ -123,12 +122,9 @@ class Sampling:
 
 
 class TokenChooser:
-    """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits.
+    """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits."""
 
-    The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
-    """
-
-    # class attribute, because vLLM creates the TokenChooser; None outside of rollouts
+    # Sampling of the current rollout; a class attribute, because vLLM itself creates the TokenChooser object
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -137,19 +133,18 @@ class TokenChooser:
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update):
+    def update_state(self, batch_update):  # called by vLLM's V1 model runner
         builtin = import_module("vllm.v1.sample.logits_processor.builtin")
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
-    def add_request(self, slot: int, params) -> bool:
+    def add_request(self, slot: int, params) -> bool:  # called by vLLM's V2 model runner
         self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 during vLLM's warmup
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
+        """Sample tokens from vLLM's logits (r, V). Return logits of 0 for sampled tokens and -inf for others.
 
-        The argument context is an object with the batch index of each row in vLLM's V2 model runner, and None in the
-        V1 model runner.
+        vLLM's V2 model runner passes each row's batch index in `context`; the V1 model runner passes None.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -310,9 +305,8 @@ class VLLMSampler(Sampler):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
-        log-probabilities of vLLM and the policy may differ by at most 0.5 nats, as a root mean square over the tokens
-        of a prompt's completions. The option rollout.max_logp_mismatch (default 1) multiplies the largest accepted
-        difference between vLLM and the policy.
+        root mean square of the differences in a prompt's completions may be at most 0.5 nats. With
+        rollout.max_logp_mismatch=2, differences may be twice as large.
         """
         if self.is_verified:
             return
@@ -345,7 +339,7 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's needless warning that weights of rotary embeddings were not loaded."""
+    """Return False to hide vLLM's warning about rotary embeddings, which have no weights to load."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
@@ -380,7 +374,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM ends torch's process group together with its own groups, so minivlmrl must not end it.
+    # vLLM ends torch's process group at the end of the run, so minivlmrl must not end the group.
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

@@ -15,7 +15,7 @@ from minivlmrl.config.options import RunConfig
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker of Weights & Biases, with the arguments and the result of the tracker for TensorBoard."""
+    """Create the tracker of Weights & Biases; see extras/tensorboard.py for the arguments."""
     folder = Path(config.output_dir)
     run = init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)

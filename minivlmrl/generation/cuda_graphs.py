@@ -1,12 +1,11 @@
 """Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
 
 Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
-launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. To keep
-memory addresses, finished completions stay in the batch, and the buffers for keys and values have a masked, unused
-part.
+launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. So
+tensors keep their sizes: finished completions stay in the batch, and unused keys and values are masked.
 
-Sampling uses the same random numbers with and without a CUDA graph. A CUDA graph changes the last bits of the logits,
-because attention then also sums over masked keys.
+Sampling uses the same random numbers with and without a CUDA graph. The logits with and without a CUDA graph may differ
+by rounding errors.
 """
 
 from functools import cache
@@ -39,7 +38,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Drop no rows from the batch, because a CUDA graph also computes the finished rows."""
+        """Keep finished rows in the batch, because a CUDA graph needs tensors of constant size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
@@ -70,7 +69,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # A CUDA graph reads fixed addresses, so other prompts or longer buffers need a new CUDA graph.
+        # other prompts or longer buffers have other memory addresses, and need a new CUDA graph
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -80,7 +79,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # The first step runs without a CUDA graph and allocates workspaces, because a capture must not allocate them.
+        # The first step is not captured, because kernels allocate workspaces at their first use.
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -91,15 +90,14 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # torch.cuda.graph would return all unused memory to the driver at each capture, which takes 0.1 to 0.4 s. So
-        # memory is returned only if little is free.
+        # torch.cuda.graph would empty PyTorch's memory cache before each capture, which takes up to 0.4 s.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # The mode thread_local lets the threads that load images use the GPU while a graph is captured.
+            # With thread_local, other threads may use the GPU during a capture, for example to load images.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

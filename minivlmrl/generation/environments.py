@@ -65,6 +65,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a batch, including the prompts of its later turns."""
+    """Count a completion's tokens, and the prompt tokens of later turns that have their own context window."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -47,9 +47,9 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store in each completion the ids that the filters kept, because training normalises over these ids."""
+        """Store the ids that top_k, top_p and min_p kept for each token; training normalises over the kept ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # Decoding goes on after a row has finished, so ids may be recorded for more tokens than a completion has.
+            # Cut off the ids of steps in which the completion had ended, but its row was still in the batch.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
@@ -64,8 +64,7 @@ class Filters:
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
     """Apply the repetition penalty, the temperature, and then top_k, top_p and min_p.
 
-    With a temperature of 0, only the repetition penalty is applied. filter_logits gives the same bits as
-    transformers' generate, even if logits are tied.
+    With a temperature of 0, only the repetition penalty is applied. The scores equal those in transformers' generate.
 
     Args:
         logits: (r, V) float32.

@@ -7,8 +7,8 @@
     decode         run one forward over each row's newest token, which attends to its prompt
                    and to its completion's earlier tokens
 
-A row is one completion. The random numbers of a row depend only on the prompt's key, so a sample does not change with
-the batch or the number of GPUs. See uniform_numbers in data/rows.py.
+A row is one completion. Each prompt has its own random generator (uniform_numbers in data/rows.py), so the random
+numbers do not change with the batch or the number of GPUs.
 
 Dimension letters: B prompts, G completions per prompt, R = B * G rows (completions), r unfinished rows in the batch, V
 vocabulary size.
@@ -27,7 +27,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# Integer that stands for a probability of 1. Sums of probabilities stay below 2^53, where float64 is exact.
+# integer that stands for the probability 1; float64 is exact for integers up to 2^53
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
 # rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
@@ -81,7 +81,7 @@ def generate(
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     del batch  # the patches of the images would take memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # each decode step's row indices (-1 for a row that had finished before), token ids, log-probabilities and ends
+    # (rows, ids, logps, ends) of each decode step, see to_completions
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -158,9 +158,9 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
-    Log-probabilities are computed from logits that are divided by the temperature and normalised over the tokens that
-    the filters keep. A repetition penalty does not change log-probabilities. With a temperature of 0, log-probabilities
-    are those for temperature 1.
+    The recorded log-probability of a token is log_softmax(logits / temperature), over the tokens that the filters keep.
+    A repetition penalty changes which tokens are sampled, but not the recorded log-probabilities. With temperature 0
+    (greedy), log-probabilities are recorded as for temperature 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.
@@ -205,8 +205,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the row's random number.
 
-    Probabilities are converted to integer multiples of 2^-52, because sums of integers are exact, in any order and on
-    any device. With exact sums, a token of probability 0 is never sampled, and rows do not influence each other.
+    Probabilities are added as integers (multiples of 2^-52), because sums of integers have no rounding errors. So the
+    result does not depend on the device or the batch, and a token of probability 0 is never sampled.
 
     Args:
         probs: (r, V) float32.
@@ -214,7 +214,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         The sampled ids (r,).
     """
-    # (r, V) cumulative probabilities, in units of 2^-52; multiplying by a power of 2 is exact
+    # (r, V) cumulative probabilities, in units of 2^-52
     units = running_sum((probs * UNITS).long())
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]

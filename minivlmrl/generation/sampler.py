@@ -152,14 +152,14 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record each row's sampled token, and return (r,), True where the row is finished.
+        """Record one sampled token per row. Return a bool tensor (r,), True for finished rows.
 
         `turn_ends` (r,) is True for a stop token. The samplers in extras/agents/ override accept_tokens to run tools.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, sampled or from a tool; return (r,), True where a token completes a stop string."""
+        """Record one new token per row. Return a bool tensor (r,), True where the token completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -167,7 +167,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # A sampler with another sampling engine overrides check, most_tokens, engine_bytes and verify_logps.
+    # methods that a sampler with another sampling engine overrides
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -189,7 +189,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that an engine computes the policy's log-probabilities; the native engine uses the policy itself.
+        """Raise ValueError if the engine's log-probabilities differ too much from the policy's.
 
         Args:
             rows: each prompt's row, for error messages.
@@ -207,11 +207,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
-
-    If an engine returned another number of completions, prompts would get the rewards of other prompts. If
-    log-probabilities were NaN, no check would find that the engine and the trainer compute different policies.
-    """
+    """Raise ValueError if an engine returned a wrong number of completions, or log-probabilities that are NaN or inf."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise ValueError(
@@ -223,13 +219,13 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return whether a CUDA graph can capture decode steps, which it cannot if FSDP gathers layer by layer."""
-    # CUDA graphs cannot capture a mixture of experts, because the number of tokens per expert varies
+    """Return True if decode steps can be captured as a CUDA graph."""
+    # A CUDA graph can contain neither FSDP's gathering of single layers nor experts, whose token counts vary.
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Compute the prompts' image embeddings and store them for reuse by later forward passes."""
+    """Store each prompt's image embeddings in the prompt, so that later forward passes skip the vision tower."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

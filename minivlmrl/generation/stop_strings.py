@@ -11,23 +11,21 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character. A printable byte is written as its Latin-1 character, and the other
-# bytes, in order, as the characters from code point 256 on.
+# Byte-level BPE writes each byte as one character: the byte of a as a, and the byte of a space as Ġ (code point 288).
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# text of token ids beyond the vocabulary: a byte that UTF-8 never uses, so that no stop string contains it
+# stands for token ids without a token; no stop string contains this byte, because UTF-8 never uses it
 NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
     """Return the UTF-8 bytes of a token's text, or `missing` if the id does not have a token.
 
-    Example: in byte-level BPE, the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the token
-    Ã has only the first byte of é.
+    Example: in byte-level BPE, the token Ġcat has the bytes b" cat".
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:

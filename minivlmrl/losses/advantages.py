@@ -57,9 +57,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: normalise each of the K rewards within its group, then sum them.
-
-    GDPO also normalises the weighted sums of the rewards over the whole batch.
+    """Compute GDPO's advantages: normalise each reward within its group, then the weighted sums over the whole batch.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
     (0.71, 0.71), so the large reward does not dominate the small one.
@@ -91,7 +89,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     """
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)
-    # For each reward r of a group of n, r - mean(other rewards) = n / (n - 1) (r - mean(group)).
+    # In a group of n, a reward minus the mean of the others is n / (n - 1) times the reward minus the group's mean.
     advantages = (centre(groups) * (count / (count - 1))).flatten()
     if normalize:
         advantages = standardize(advantages)
@@ -112,7 +110,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def standardize(values: Tensor) -> Tensor:
-    """Shift and scale values (n,) to mean 0 and standard deviation 1; NaN is ignored and kept."""
+    """Shift and scale values (n,) to mean 0 and standard deviation 1; a NaN stays NaN."""
     return centre(values) / (nanstd(values) + EPSILON)
 
 
@@ -132,8 +130,8 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def centre(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    The largest value is subtracted first, so that equal rewards give exactly 0. If only the mean were subtracted, eight
-    float32 rewards of 1.2 would get advantages near 0.001, with which AdamW takes full steps in a random direction.
+    Subtracting the largest value first gives exactly 0 for equal rewards. Otherwise, the mean of equal float32 rewards
+    could differ from the rewards by rounding, and AdamW would train on this difference.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

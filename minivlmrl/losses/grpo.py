@@ -122,11 +122,11 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return RATIOS[level](log_ratio, mask)
 
 
-# Functions that compute the ratio pi / pi_old, (B, T) or (B, 1), from the log-ratio and the mask, both (B, T).
+# functions (log_ratio, mask) that return the ratio pi / pi_old, (B, T) or (B, 1)
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # geometric mean of the ratios of a completion's tokens, (prod_t r_t)^(1 / |o|); GSPO eq. 7
+    # geometric mean of a completion's n token ratios, (r_1 r_2 ... r_n)^(1/n); GSPO eq. 7
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
@@ -183,8 +183,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref). A KL term in
-    the loss ignores that a token also changes the KL of later tokens; a KL penalty in the reward does not.
+    With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref).
 
     Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
     k3+.
@@ -206,7 +205,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    # expm1 is used, because d.exp() - 1 would round to 0 for the small log-ratios d at the start of a run
+    # expm1(d) is exact for small d, for which d.exp() - 1 would be rounded to 0
     "k3": lambda d: d.expm1() - d,
 }
 
@@ -216,7 +215,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio pi / pi_old also corrects the KL estimate if an older policy sampled the tokens.
     """
-    # The ratio pi / pi_old is detached for KL estimators whose own gradient is already that of KL(pi || pi_ref).
+    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio gets no gradient.
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
@@ -240,7 +239,7 @@ def max_length(normalizer: LossNormalizer) -> int:
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Count the completions and tokens in a batch that is a whole optimizer step."""
+    """Return the LossNormalizer of an optimizer step that consists of one batch."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 

@@ -22,7 +22,7 @@ RATIOS |= {
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # RLOO (arXiv 2402.14740): the ratio of a whole completion, which is the product of the tokens' ratios
+    # RLOO (arXiv 2402.14740) has one ratio for a whole completion, the product of the token ratios.
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 

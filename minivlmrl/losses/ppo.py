@@ -53,7 +53,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
-    """Whiten per-token values over a whole rollout: variance 1, and mean 0 if shift_mean.
+    """Scale the per-token values of a whole rollout to variance 1, and shift the mean to 0 if shift_mean is True.
 
     Args:
         parts, masks: one tensor (B, T) for each micro-batch in the rollout.
@@ -111,7 +111,7 @@ def ppo_loss(
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that has one.
     """
     eps = cliprange
-    # exp could overflow for padding tokens, so their log-ratio is set to 0
+    # The mask sets the log-ratios of padding tokens to 0, because exp could overflow there.
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

@@ -5,10 +5,9 @@ preference.py imports only torch, so that you can copy the file into your own pr
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Each loss divides by counts of the whole optimizer step (`normalizer`), so that the gradients of micro-batches add up to
-the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
-optimizer step. Only the losses aot, aot_unpaired, and sft with use_weighting depend on how a step is split into
-micro-batches.
+Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`), and not in a
+micro-batch. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole optimizer step.
+Three losses depend on the size of micro-batches: aot, aot_unpaired, and sft with use_weighting.
 """
 
 import math
@@ -45,8 +44,7 @@ class Pairs:
 # Functions that compute each pair's loss, (B,). In the formulas, chosen and rejected are the log-ratios
 # log(pi / pi_ref) of the two answers. The margin is f_score(chosen) - f_score(rejected), by default chosen - rejected.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin), with the label smoothing of cDPO eq. 3
-    # (ericmitchell.ai/cdpo.pdf), which TRL ignores since 0.29
+    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin); label smoothing: ericmitchell.ai/cdpo.pdf eq. 3
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta margin)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
@@ -71,8 +69,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # SPPO eq. 4.7 (arXiv 2405.00675), on log-ratios: (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss after sorting the policy's margins and
-    # the reference's margins over the batch
+    # paired AOT (arXiv 2406.05882): DPO's loss after sorting the margins of the policy and of the reference
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
@@ -163,7 +160,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The SFT loss is multiplied by num_pairs / B, because dpo_loss divides a sum over B pairs by num_pairs.
+    # The factor num_pairs / B cancels the division at the end: a sum over B pairs is divided by num_pairs.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -189,10 +186,10 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight of each pair, (B,), from the log-probabilities of its two answers (B, 2, T).
+    """Compute WPO's weight of each pair, (B,), which is large if the policy is likely to write both answers.
 
-    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers. It is large for answers
-    that the policy itself is likely to write.
+    WPO's weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers; all arguments are (B, 2,
+    T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()

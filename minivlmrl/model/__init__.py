@@ -1,10 +1,9 @@
-"""The models. Importing minivlmrl.model also tells glibc to keep freed memory in the process."""
+"""The models. Importing minivlmrl.model changes how much freed memory the process keeps."""
 
 import ctypes
 import os
 
-# By default, glibc (the C library of Linux) returns freed memory to the operating system, which must overwrite the
-# memory with zeros before the next training step can use it. The zeroing took 1 to 4 % of the time of a step.
+# By default, freed memory goes back to Linux, which zeros it before it is used again: 1 to 4 % of a step's time.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

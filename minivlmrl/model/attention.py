@@ -26,10 +26,10 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 
 
 class GroupLayout:
-    """Positions of prompts and completions in a packed sequence, as ranges and as index tensors.
+    """Positions of prompts and completions in a packed sequence.
 
     A packed sequence has prompt 0 and its completions, then prompt 1 and its completions, and so on. The last token of
-    a completion predicts no token and is left out, so a completion of n tokens has n - 1 positions.
+    a completion is left out, because no token follows it: a completion of 5 tokens has 4 positions.
 
     Args:
         prompt_lengths: lengths of the B prompts, in tokens.
@@ -90,7 +90,7 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Lay prompts of equal length, and their completions, into blocks.
+        """Arrange positions in matrices, separately for each prompt length.
 
         Returns:
             For each prompt length, two matrices of positions in the packed sequence: a row per prompt, and a row per
@@ -177,16 +177,16 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # A recurrent layer processes each pair (slice of rows, slice of their new tokens) in one call.
+    # pairs (slice of rows, slice of the rows' new tokens); a recurrent layer makes one call per pair
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows that get a tool's response in a decoding step, instead of a sampled token
+    # rows whose new tokens in the current decoding step are a tool's response
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # keys and values of the padded prompts in each layer, (B, K, P, D); the bias (B, P) masks the padding by -inf
+        # for each layer, keys and values of the prompts (B, K, P, D); prompt_bias (B, P) is -inf at padded positions
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -200,7 +200,7 @@ class DecodeAttention:
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # Completions of equal length need no attention mask, but tool responses can make their lengths differ.
+        # True if keys in the cache must be masked, for example after tool responses of different lengths
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
@@ -240,7 +240,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Reserve room in the KV cache for each row's new tokens, and unmask their positions.
+        """Advance each row's position in the KV cache by the number of its new tokens.
 
         Args:
             tokens: number of new tokens, the same for all rows or (R,).

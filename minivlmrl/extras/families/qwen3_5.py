@@ -1,9 +1,7 @@
 """Qwen3.5, a model family in which three of four decoder layers are recurrent and need no KV cache.
 
-A recurrent layer has a state of fixed size, but no attention mask that could separate the prompts and completions of a
-packed sequence. To separate the completions of a prompt, a recurrent layer reads the prompt once, and starts each
-completion from a copy of the state after the prompt. The state of a recurrent layer consists of the recurrent matrices
-and the convolution's last inputs.
+A recurrent layer runs over each prompt once. Then each completion starts from a copy of the state after its prompt. The
+state of a recurrent layer consists of the recurrent matrices and the convolution's last inputs.
 
 Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
 
@@ -44,10 +42,10 @@ class CentredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
+    """Decoder layer with a GatedAttention or a GatedDeltaNet, as config.layer_types says for each layer."""
 
     norm_type = CentredRMSNorm
-    # Layer's constructor creates the attention after the MLP, because another order would change the random weights.
+    # None, because __init__ creates a GatedAttention or a GatedDeltaNet, after the MLP.
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):

@@ -158,7 +158,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes that a decode step moves to read the weights and to unpack 4-bit weights."""
+    """Count the bytes of GPU memory that a decode step reads and writes for the decoder's weights."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)

@@ -1,4 +1,4 @@
-"""Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
+"""Count the floating-point operations (FLOPs) of a model's forward and backward pass.
 
 In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
 the forward pass for the gradients of inputs, and as many again for the gradients of weights. FLOPs of attention,
@@ -23,7 +23,7 @@ class Card(NamedTuple):
     before_ampere: bool = False  # True for a compute capability below 8.0
 
 
-# Source: NVIDIA's data sheets; GPUs before the A100 compute bfloat16 as float32.
+# Source: NVIDIA's data sheets. T4 and V100 lack bfloat16, so their speed in float32 is listed.
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
