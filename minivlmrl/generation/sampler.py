@@ -207,7 +207,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise ValueError if an engine returned a wrong number of completions, or log-probabilities that are NaN or inf."""
+    """Raise ValueError if an engine returned a wrong number of completions, or log-probabilities that are NaN."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise ValueError(
