@@ -487,7 +487,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the loss has no gradient of {}": regions(lambda s: s.x * ~s.region),
         "the loss counts {} twice": regions(lambda s: s.x * (1 + s.region)),
         "the loss of a row is multiplied by its token count": lambda s: s.x * s.lengths[:, None],
-        "the loss of a row is divided by its token count": lambda s: s.x / s.lengths[:, None],
+        "the loss of a row is divided by its token count": lambda s: s.x / s.lengths[:, None].clamp(min=1),
         "a weight is multiplied by {c} for each later token": lambda s: discount(s.c, s.mask.flip(1)).flip(1),
         "a weight is multiplied by {c} for each earlier token": lambda s: discount(s.c, s.mask),
     },
@@ -556,6 +556,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("terms", "grpo", "the ratio has a gradient, too", "MiniMax-M1 eq. 5"): {
         "cispo's ratio is not detached":
             lambda s: -s.ratio.clamp(max=s.options.epsilon_high) * s.advantages * s.per_token_logps * s.weights,
+        "cispo's ratio has no bound": cispo(lambda s: s.ratio),
     },
     Quantity("terms", "grpo", "off-policy updates are too large", "losses/grpo.py: clipped", about=CLIPPING): {
         "the maximum of the clipped and the unclipped objective is used instead of the minimum":
@@ -566,6 +567,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "epsilon_low and epsilon_high are swapped":
             {"epsilon_low": lambda s: s.epsilon_high, "epsilon_high": lambda s: s.epsilon_low},
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
+        "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
+            "epsilon_low": lambda s: -math.expm1(-s.epsilon_low),
+            "epsilon_high": lambda s: math.expm1(s.epsilon_high),
+        },
+        "dual clip for positive advantages, too: a ratio counts at least {c}":
+            lambda s: s.x.minimum(-s.c * s.advantages * s.weights),
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
         "ratios are not clipped above": math.inf,
@@ -575,6 +582,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("epsilon_low", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
         "ratios are not clipped below": math.inf,
+        "ratios are clipped to at least 1 / (1 + epsilon_high)": lambda s: 1 - 1 / (1 + s.epsilon_high),
         "ratios are clipped with epsilon_high on both sides": lambda s: s.epsilon_high,
         "epsilon_low is {c}": fitted_number,
     },
@@ -643,6 +651,17 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c),
         "the log-ratio in the KL is at most {c}":
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c),
+    },
+    of_kl("KL estimate", "grpo", "another divergence is penalised", "losses/grpo.py: kl_term"): {
+        "the KL is that of torch's kl_div, pi_ref * log(pi_ref / pi)": lambda s:
+            s.ref_per_token_logps.exp() * (s.ref_per_token_logps - s.per_token_logps),
+        "the KL is pi * log(pi / pi_ref) of the sampled tokens, which are weighted with pi already": lambda s:
+            s.per_token_logps.exp() * (s.per_token_logps - s.ref_per_token_logps),
+        "k3 has the wrong sign of its log-ratio": lambda s: s.x + 2 * (s.ref_per_token_logps - s.per_token_logps),
+        "k3 lacks its log-ratio": lambda s: s.x + s.ref_per_token_logps - s.per_token_logps,
+        "the KL is that of the old policy, without gradient": lambda s:
+            torch.expm1(s.ref_per_token_logps - s.old_per_token_logps)
+            - (s.ref_per_token_logps - s.old_per_token_logps),
     },
     of_kl("KL estimate", "grpo", "the KL is rewarded", "rlhf-book: approx_kl1"): {
         "the KL estimator is k1 with the wrong sign": lambda s: s.ref_per_token_logps - s.per_token_logps

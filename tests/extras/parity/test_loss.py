@@ -332,6 +332,25 @@ UNSEEN |= {
     "SFT without the first token": (
         lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
         {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
+    "clipped in the logarithm": (
+        changed(low=lambda q: -math.expm1(-q.low), high=lambda q: math.expm1(q.high)), NO_KL,
+        "ratios are clipped to exp"),
+    "a lower bound of 1 / (1 + epsilon)": (changed(low=lambda q: 1 - 1 / (1 + q.options["epsilon_high"])), NO_KL,
+        "ratios are clipped to at least 1 /"),
+    "dual clip for all": (
+        changed(term=lambda q: torch.min(q.term, -3 * q.advantages)), NO_KL,
+        "dual clip: with a negative; dual clip for positive advantages, too"),
+    "a weight without a bound": (changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), NO_KL,
+        "cispo's ratio has no bound"),
+    "advantages by length": (
+        changed(advantages=lambda q: q.advantages / q.mask.sum(1, keepdim=True).clamp(min=1)), NO_KL,
+        "a row is divided by its token count"),
+    "kl_div": (changed(kl=lambda q: q.ref.exp() * (q.ref - q.logps)), KL, "torch's kl_div"),
+    "weighted k1": (changed(kl=lambda q: q.logps.exp() * (q.logps - q.ref)), KL, "weighted with pi already"),
+    "k3 with a wrong sign": (changed(kl=lambda q: (q.ref - q.logps).exp() + q.ref - q.logps - 1), KL,
+        "wrong sign of its log-ratio"),
+    "k3 without its log-ratio": (changed(kl=lambda q: (q.ref - q.logps).expm1()), KL, "k3 lacks its log-ratio"),
+    "KL of the old policy": (changed(kl=lambda q: k3(q.ref - q.old)), KL, "the KL is that of the old policy"),
     "a mask that is changed in place": (lambda b, o: usual(b, o, mask=lambda q: b["mask"].fill_(1)), PLAIN,
         "padding is counted"),
 }  # fmt: skip
