@@ -285,7 +285,7 @@ UNSEEN = {
     "GSPO divides by the width": (
         changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).mean(1, keepdim=True)), GSPO,
         "divided by all columns, padding included"),
-    "clipped log-ratio": (changed(term=clipped_log_ratio), NO_KL, ""),
+    "clipped log-ratio": (changed(term=clipped_log_ratio), NO_KL, "ratios are clipped to exp"),
     "maximum for negative advantages": (changed(term=maximum_for_negative), NO_KL, "is used for negative advantages"),
     "two averages": (
         changed(loss=lambda q: row_mean(q.term, q.mask) + q.beta * token_mean(q.kl, q.mask)), KL,
@@ -332,9 +332,6 @@ UNSEEN |= {
     "SFT without the first token": (
         lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
         {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
-    "clipped in the logarithm": (
-        changed(low=lambda q: -math.expm1(-q.low), high=lambda q: math.expm1(q.high)), NO_KL,
-        "ratios are clipped to exp"),
     "a lower bound of 1 / (1 + epsilon)": (changed(low=lambda q: 1 - 1 / (1 + q.options["epsilon_high"])), NO_KL,
         "ratios are clipped to at least 1 /"),
     "dual clip for all": (
