@@ -210,7 +210,6 @@ def encode_windows(
 
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
-    """Tokenize the turns of an answer as one sequence of tokens."""
     template = processor.template
     pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
     pieces = processor.mark_results(pieces)
