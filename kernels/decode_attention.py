@@ -119,7 +119,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # group_rows is 1, because only one completion attends to its own keys.
+        # group_rows is 1, because a completion does not share its own keys.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -174,7 +174,8 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    Equals the PyTorch class DecodeAttention in model/attention.py, for queries that the function `fits` accepts.
+    decode_attention computes the same as the class DecodeAttention in model/attention.py, but only for queries that
+    `fits` accepts.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.

@@ -10,9 +10,9 @@ logit, the sum of the exponentials, and the entropy. The backward pass computes 
 overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
 zero advantage or a clipped ratio.
 
-A block of logits fits into the cache of the CPU or GPU. On a CPU, a block has few tokens and the whole vocabulary. In
-Triton, a block has up to 4,096 tokens and at least 2,048 ids of the vocabulary. Triton's backward pass needs a float32
-copy of the LM head's gradient for only one part of the vocabulary at a time.
+Blocks of logits fit into the processor's cache: on a CPU a few tokens and the whole vocabulary, in Triton up to 4,096
+tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM head's gradient for only one part
+of the vocabulary at a time.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
 to 0.125 nats. With bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the
@@ -124,7 +124,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs outside the block of logits set the extra last element of `dropped`, which has no effect.
+    # A pair outside the block of logits gets the index of an extra element, which is cut off at the end.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)

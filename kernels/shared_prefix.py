@@ -121,7 +121,7 @@ class JoinedAttention(torch.autograd.Function):
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
     is the attention to all keys. The backward pass calls PyTorch's fused backward kernel once with the prompts' keys
-    and once with the completions' keys. Both calls get the attention output and the log-sum-exp for all keys.
+    and once with the completions' keys, both times with the attention output and the log-sum-exp for all keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).

@@ -287,7 +287,7 @@ class ShardingOptions:
     # number of full copies of the model among all ranks; with one copy per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not per micro-batch. This saves time, but each GPU
+    # gather weights and reduce gradients once per optimizer step, not per micro-batch, which is faster; each GPU then
     # needs memory for all weights, and for all gradients in float32
     once_per_step: bool = False
 
