@@ -128,7 +128,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if len(texts) != len(image_lengths):
         raise ValueError(f"{len(texts)} <image> in {problem!r}, but {len(image_lengths)} images")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    # Lists with one id, so that `pad * length` repeats the id of the control token <|image_pad|>
+    # Each variable is a list with one id: `pad * 3` contains the id of <|image_pad|> three times.
     start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -237,7 +237,7 @@ class Vision(nn.Module):
         width = config["hidden_size"]
         size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
-        # Checkpoints have a Conv3d, which equals a linear layer, as its kernel is one patch large.
+        # A linear layer for each patch, which checkpoints store as a Conv3d
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
         mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]

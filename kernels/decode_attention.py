@@ -110,7 +110,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute the attention of new tokens to a part of a prompt's keys, or of a completion's own keys."""
+    """Compute attention to one part of the keys of a prompt or of a completion."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -128,7 +128,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine a query's attention outputs for the parts of the keys into one output."""
+    """Merge the attention outputs of a query, one for each part of the keys, into one output."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)

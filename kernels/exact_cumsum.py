@@ -1,7 +1,6 @@
-"""Cumulative sums of integers over long rows, computed in blocks.
+"""Cumulative sums of integers over a whole vocabulary, computed in blocks.
 
-On a GPU, torch.cumsum adds the values of a row one after the other. torch.cumsum over a whole vocabulary would take 0.3
-ms per generated token.
+On a GPU, torch.cumsum adds the values of a row one after the other, which would take 0.3 ms per generated token.
 """
 
 import torch.nn.functional as F

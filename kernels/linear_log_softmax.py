@@ -14,9 +14,9 @@ Blocks of logits fit into the processor's cache: on a CPU a few tokens and the w
 tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM head's gradient for only one part
 of the vocabulary at a time.
 
-Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
-to 0.125 nats. With bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the
-hidden states and of the LM head are summed in float32.
+Logits are float32 even if the hidden states are bfloat16, because bfloat16 would round a logit of 20.05 to 20. With
+bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the hidden states and of
+the LM head are summed in float32.
 """
 
 import torch
@@ -60,8 +60,7 @@ class Pieces:
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
-        # On a CPU, PyTorch cannot multiply bfloat16 matrices into float32, so the LM head is first converted to
-        # float32.
+        # On a CPU, PyTorch has no bfloat16 product with a float32 result, so the LM head is converted to float32.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
@@ -160,13 +159,13 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matrix product a @ b to `total` in place, summed in the dtype of `total`: float32 or float64."""
+    """Add a @ b to `total` in place; `total` is float32 or float64, and a and b can have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # Without CUDA, PyTorch cannot multiply 16-bit matrices into float32, so each product is rounded to 16 bits.
+        # Without CUDA, PyTorch has no product of 16-bit matrices with a float32 result, so a @ b has 16 bits.
         total += a @ b
 
 
@@ -291,7 +290,7 @@ def linear_log_softmax(
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Return the bytes of logits that linear_log_softmax allocates on a GPU in the forward or backward pass."""
+    """Return the bytes of a block of logits and its gradient in linear_log_softmax on a GPU."""
     # In Triton, a logit takes 4 bytes; a float32 gradient overwrites the logit, a 16-bit gradient takes 2 more bytes.
     if dtype in DTYPES:
         rows = min(TILE, rows)

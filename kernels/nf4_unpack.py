@@ -37,7 +37,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    Without fused multiply-adds, the unpacked values equal those of the PyTorch code in model/nf4.py to the bit.
+    The values equal those of model/nf4.py to the bit, because the kernel multiplies and adds in two separate steps.
 
     Args:
         packed: (n / 2,), bytes with two values each.

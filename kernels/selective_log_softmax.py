@@ -61,7 +61,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute the gradient of logits (m, V) from the differences d = (logits - row maximum) / temperature.
+    """Compute the gradient of logits (m, V) from d = (logits - row maximum) / temperature.
 
     Args:
         d: (m, V), overwritten.
@@ -175,7 +175,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Because of rounding, a log-probability near 0 could become positive, so 0 is the upper limit.
+        # Rounding can make a log-probability slightly positive, so 0 is the upper limit.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)

@@ -61,7 +61,6 @@ class PromptSlots:
         self.prompts = prompts
         self.slots = int(counts.max())  # the most completions of a prompt
         self.prompt_index = to_device(prompt_index, device)
-        # index of each completion among the completions of its prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
         # True if all prompts have the same number of completions

@@ -2,8 +2,8 @@
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
 in its process. The check results are stored in Triton's cache folder: one file for each GPU model, driver, version of
-torch and Triton, and kernel source. By locking a file, the first process makes all other processes on its host wait
-until the check results are stored.
+torch and Triton, and kernel source. Only one process on a host runs the checks: all other processes wait for a locked
+file.
 """
 
 import hashlib

@@ -47,10 +47,9 @@ class Segments:
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         # index of each segment's first token, and the number of all tokens: (segments + 1,)
         self.cu_seqlens = to_device(starts.int(), device)
-        # for each run of consecutive segments of equal length: (segment length, number of tokens)
+        # (segment length, tokens) of equal neighbours: lengths 64, 64 and 16 give [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # order of the tokens (T,) that sorts the segments by length, and the inverse order; None if segments stay in
-        # place
+        # (T,): the order of the tokens if segments are sorted by length, and the inverse order; None without sorting
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -138,7 +137,7 @@ def _segment(cu_seqlens, H: constexpr):
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    # The index of the first token becomes an int64, because an offset into the queries may exceed 32 bits.
+    # int64, because start * H * D, an offset into the output, may exceed 32 bits
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -177,7 +176,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # Padded rows have upstream gradients of 0, so they add nothing to the gradients of the keys.
+    # Upstream gradients are 0 in padded rows, so padded queries add nothing to the gradients of the keys.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -204,7 +203,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
             # 4 warps for 64 rows, because the matrix instruction of Hopper GPUs needs 4 warps.
             num_warps=rows // 16,
             num_stages=1,
-            # Triton will change the default of enable_fp_fusion, so each launch in kernels/ sets this option.
+            # Each launch sets enable_fp_fusion, because later versions of Triton change the default.
             enable_fp_fusion=True,
         )  # fmt: skip
 

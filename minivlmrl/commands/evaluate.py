@@ -156,7 +156,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # JSON has no NaN, so the reward of an answer that could not be scored becomes null.
+        # An answer without a score has the reward NaN, which becomes null in JSON.
         scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {

@@ -226,7 +226,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse the value of an override as YAML, but keep a value such as 007 if the option's type is text."""
+    """Parse an override's value as YAML, but keep 007 as "007" if the option is a text."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
