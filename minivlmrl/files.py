@@ -92,7 +92,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
 
     Example: a checkpoint is written to checkpoint.partial. At the end, the old folder checkpoint is renamed to
-    checkpoint.replaced, and then checkpoint.partial to checkpoint. If a crash happens between the two renames,
+    checkpoint.replaced, and then checkpoint.partial to checkpoint. If a crash leaves no folder `checkpoint`,
     checkpoint.replaced is loaded.
 
     Raises:

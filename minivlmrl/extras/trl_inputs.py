@@ -19,7 +19,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# names: the model's argument for patches, its argument for grids, and the config field with the placeholder's id
+# names of two arguments of the model (patches and grids), and of the config field with the placeholder's token id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),

@@ -124,7 +124,7 @@ class Sampling:
 class TokenChooser:
     """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits."""
 
-    # Sampling of the current rollout; a class attribute, because vLLM itself creates the TokenChooser object
+    # TokenChooser.sampling is set on the class, because vLLM itself creates the TokenChooser object.
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -305,8 +305,8 @@ class VLLMSampler(Sampler):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
-        root mean square of the differences in a prompt's completions may be at most 0.5 nats. With
-        rollout.max_logp_mismatch=2, differences may be twice as large.
+        root mean square of the differences in a prompt's completions may be at most 0.5 nats.
+        rollout.max_logp_mismatch=2 accepts twice the difference between vLLM and the policy.
         """
         if self.is_verified:
             return

@@ -1,8 +1,8 @@
 """Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
 
 Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
-launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. So
-tensors keep their sizes: finished completions stay in the batch, and unused keys and values are masked.
+launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. A CUDA
+graph needs tensors of constant size: finished completions stay in the batch, and unused keys and values are masked.
 
 Sampling uses the same random numbers with and without a CUDA graph. The logits with and without a CUDA graph may differ
 by rounding errors.

@@ -205,8 +205,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the row's random number.
 
-    Probabilities are added as integers (multiples of 2^-52), because sums of integers have no rounding errors. So the
-    result does not depend on the device or the batch, and a token of probability 0 is never sampled.
+    Probabilities are added as integers (multiples of 2^-52), because sums of integers have no rounding errors. The
+    sampled token does not depend on the device or the batch, and never has the probability 0.
 
     Args:
         probs: (r, V) float32.

@@ -130,8 +130,8 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def centre(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    Subtracting the largest value first gives exactly 0 for equal rewards. Otherwise, the mean of equal float32 rewards
-    could differ from the rewards by rounding, and AdamW would train on this difference.
+    Subtracting the largest value first gives exactly 0 for equal rewards. The rounded mean of equal float32 rewards can
+    differ from the rewards, and AdamW would train on the difference.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

@@ -160,7 +160,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The factor num_pairs / B cancels the division at the end: a sum over B pairs is divided by num_pairs.
+    # The factor num_pairs / B is cancelled at the end, where the sum over B pairs is divided by num_pairs.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,

@@ -1,4 +1,4 @@
-"""The models. Importing minivlmrl.model changes how much freed memory the process keeps."""
+"""The models. Importing minivlmrl.model lets the process keep more freed memory."""
 
 import ctypes
 import os

@@ -90,7 +90,7 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange positions in matrices, separately for each prompt length.
+        """For each prompt length, arrange the positions of prompts and completions in two matrices.
 
         Returns:
             For each prompt length, two matrices of positions in the packed sequence: a row per prompt, and a row per

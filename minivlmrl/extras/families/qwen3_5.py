@@ -1,6 +1,6 @@
 """Qwen3.5, a model family in which three of four decoder layers are recurrent and need no KV cache.
 
-A recurrent layer runs over each prompt once. Then each completion starts from a copy of the state after its prompt. The
+A recurrent layer runs over each prompt once, and starts each completion with a copy of the state after the prompt. The
 state of a recurrent layer consists of the recurrent matrices and the convolution's last inputs.
 
 Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
@@ -45,7 +45,7 @@ class Layer(DecoderLayer):
     """Decoder layer with a GatedAttention or a GatedDeltaNet, as config.layer_types says for each layer."""
 
     norm_type = CentredRMSNorm
-    # None, because __init__ creates a GatedAttention or a GatedDeltaNet, after the MLP.
+    # The base class creates no attention, because __init__ chooses between GatedAttention and GatedDeltaNet.
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
