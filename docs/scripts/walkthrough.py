@@ -39,13 +39,13 @@ tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
-The model is the tiny one that `python minimal.py` trains, here after only 15 SFT steps, so that its completions still
-differ. Weights are float64, so that other machines print the same numbers.
+The numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
+Its weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
 
-In the pictures, P is the number of patches, L the number of tokens in the prompt, G the number of completions, and T
-the number of tokens in the longest completion.
+P is the number of patches, L is the number of tokens in the prompt, G is the number of completions, and T is the number
+of tokens in the longest completion.
 """
 # Each section has a title, a function, the variables to print, and a text in which names in braces become numbers.
 SECTIONS = """\
@@ -79,8 +79,7 @@ for each token, and keep the keys and values of the prompt, which all completion
 
 # Completions: sample probabilities
 The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
-completions have ended. The mask is False for the tokens after the end of a completion. [Section 8](#8-rewards) has
-the texts of the {G} completions.
+completions have ended. The mask is False for the tokens after the end of a completion.
 
 # Log-probabilities: log_probabilities states logits return
 The hidden state before a token gives {vocab} logits, one for each token of the vocabulary. The log-probability of a
@@ -89,8 +88,8 @@ token is its logit minus the logsumexp over all logits. In this picture, a darke
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Rewards: reward
-The reward reads the text of a completion. A completion gets 0.5 for its tags in the right form, and 1 more for the
-right answer, {solution!r}. The list after the code has the {G} completions with their rewards.
+A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, {solution!r}. The last lines of
+this section are the {G} completions with their rewards.
 
 # Advantages: group_advantages return
 The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
@@ -98,14 +97,14 @@ deviation of the rewards in its group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
 In the first step, the policy, the model that sampled the completions and the reference have the same weights, so all
-ratios are 1, and the KL is 0. The advantages of a group add up to 0, so [the loss is about
-0](metrics.md#why-is-my-loss-0), but its gradient is not.
+ratios are 1, and the KL is 0. The loss is about 0, because the advantages of a group add up to 0, but [its gradient is
+not 0](metrics.md#why-is-my-loss-0).
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The update of GRPO makes right answers more likely, and completions
-without `<think>` and `<answer>` less likely. A wrong answer with the tags may become more likely, too, because it
-shares tokens with right answers.
+by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without tags
+such as `<answer>` less likely. A wrong answer with these tags may become more likely, too, because its tags are also
+tokens of right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
