@@ -39,8 +39,8 @@ tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
-The numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
-Its weights are float64, so that other machines print the same numbers.
+All numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
+The weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
 
@@ -73,9 +73,9 @@ vector as wide as a word embedding.
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
-The image tokens replace the embeddings of the placeholders. The three positions of a token give its rotary angles. The
-causal mask lets each token attend to itself and the tokens before it. The layers of the decoder return a hidden state
-for each token, and keep the keys and values of the prompt, which all completions use.
+The image tokens replace the embeddings of the placeholders. Its positions in time, row and column give each token the
+angles of its rotary embedding. The causal mask lets each token attend to itself and the tokens before it. The layers of
+the decoder return a hidden state for each token, and keep the keys and values of the prompt, which all completions use.
 
 # Completions: sample probabilities
 The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
@@ -88,8 +88,8 @@ token is its logit minus the logsumexp over all logits. In this picture, a darke
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Rewards: reward
-A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, {solution!r}. The last lines of
-this section are the {G} completions with their rewards.
+A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, {solution!r}. At the end of this
+section, you see the {G} completions with their rewards.
 
 # Advantages: group_advantages return
 The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
