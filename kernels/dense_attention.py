@@ -168,7 +168,7 @@ def flash_attention_backward(
     """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
     `k` and `v` may be only a part of the keys and values, if `result` is the attention to all keys: the backward kernel
-    recomputes each attention weight as exp(score - log-sum-exp).
+    computes each attention weight as exp(score - log-sum-exp over all keys).
 
     The gradient of a score is weight * (g . value - g . output), where g is the upstream gradient. If one key has
     nearly all the attention weight, output and value are nearly equal, so rounding the output to 16 bits makes the

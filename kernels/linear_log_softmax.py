@@ -123,7 +123,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # A pair outside the block of logits gets the index of an extra element, which is cut off at the end.
+    # An allowed id outside the block of logits writes to an extra element, which is cut off.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)

@@ -8,7 +8,7 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on seve
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations. The default recipe is config.yaml of the run that trained the model; else minivlmrl.yaml beside the
 weights; else recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a whole model or of an
-adapter. An adapter's options are read from its folder, not from the recipe's section `adapter`.
+adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that trained the adapter.
 """
 
 import argparse
