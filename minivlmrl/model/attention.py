@@ -194,7 +194,7 @@ class DecodeAttention:
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # keys and values of the completions in each layer, (R, K, capacity, D); the bias masks unused positions by -inf
+        # for each layer, keys and values of the completions (R, K, capacity, D); row_bias is -inf at unused positions
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
