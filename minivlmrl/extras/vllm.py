@@ -57,7 +57,7 @@ FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
-    # With async_scheduling or enable_chunked_prefill, vLLM would also sample tokens that it then discards.
+    # With async_scheduling or enable_chunked_prefill, vLLM would not call TokenChooser exactly once per token.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
