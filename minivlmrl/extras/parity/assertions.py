@@ -31,14 +31,14 @@ def assert_split_invariant(
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Return a split of the rows, such as [[0, 2, 4], [1, 3]],  and the gradients that the trainer computes."""
+        """Split the rows, as in [[0, 2, 4], [1, 3]], and return the split with its gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # A split of n rows into n - 1 parts is uneven: one part has two rows, and each other part has one row.
+    # A split into rows - 1 parts is uneven, so that wrong weights for the parts change the gradient.
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())

@@ -1,6 +1,6 @@
 """Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
 
-The loss is recomputed from the recorded advantages, so that wrong advantages are not reported again as a wrong loss.
+The loss is recomputed from the trainer's advantages: wrong advantages would otherwise make a right loss look wrong.
 """
 
 import math
@@ -47,7 +47,7 @@ class Finding:
     explained: Sequence[Cause] = ()  # known bugs that explain the wrong numbers
     again: bool = False  # whether an earlier stage has reported the same bug
     groups: int = 0  # how many independent groups differ, see count_groups
-    has_ended: bool = False  # whether the time was over before all bugs were tried
+    has_ended: bool = False  # whether the time limit has ended the search
 
     @property
     def ok(self) -> bool:
@@ -71,16 +71,16 @@ class Finding:
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
-    """Recompute and compare every stage (advantages, loss, ...) for which the recorded step has the needed tensors.
+    """Recompute the advantages, the loss and all other recorded parts of a step, and compare them with the trainer's.
 
-    The search for the causes of a stage's wrong numbers takes at most `seconds` seconds.
+    The search for the cause of a wrong part takes at most `seconds` seconds.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
     findings = []
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
-            continue  # the mask depends on token ids, whose difference is unexplained
+            continue  # the mask depends on the token ids, which are wrong for an unknown reason
         differing = {finding.stage: finding for finding in findings if not finding.ok}
         try:
             answer = stage(d, Change(d, {}))
@@ -105,12 +105,12 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for known bugs that explain why the trainer's loss, or another stage, has other numbers than ours."""
+    """Search for bugs that explain the wrong numbers of a stage, such as the loss."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies come from one
-        # forward pass, so a bug is accepted only if the bug explains the log-probabilities and the entropies.
+        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies must have the
+        # same bug, because one forward pass computes both.
         both = {}
         for cause in earlier.explained:
             if names & cause.of.stage_names():
@@ -123,22 +123,22 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         search = find_causes(finding.stage, d, seconds)
         finding.explained, finding.has_ended = search.explained, search.has_ended
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
-        finding.again = True  # the mask depends on the token ids, which differ already
+        finding.again = True  # wrong token ids give a wrong mask
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # A bug in the forward pass also changes the gradients. The gradients are recomputed with the bug, because the
-    # report would otherwise name the bug twice.
+    # A bug in the forward pass also makes the gradients wrong. To report the bug only once, the gradients are
+    # recomputed with the bug.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
         d.entropy_forward = change or None
-    if finding.stage == "tokens":  # the stage `mask` is recomputed with the bug of the token ids
+    if finding.stage == "tokens":  # the mask is recomputed from the trainer's wrong token ids
         d.ids = change
         d.__dict__.pop("regions", None)
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield each known bug's topic, such as clipping, and True if the bug would not change the recorded numbers."""
+    """Yield each bug's topic, such as clipping, and True if the bug would change no recorded number."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -179,7 +179,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # The report leaves out the bugs that were not tried within the time limit.
+            # At the time limit, the report counts only the bugs that were simulated so far.
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -193,7 +193,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return notes on settings with which a recorded step is checked less exactly: sampling filters and autocast."""
+    """Return notes on sampling filters, such as top_k, and on autocast."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:

@@ -1,7 +1,6 @@
 """Recompute a training step as if the trainer had a known bug.
 
-For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group. A
-bug may also affect only a part of the training step, such as the first turn of each conversation.
+For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The argument of a bug's formula, such as `lambda s: s.x / 2`, in which s.x is the correct value."""
+    """The argument `s` of a formula such as `lambda s: s.x / 2`, which halves the correct value s.x."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -34,7 +33,7 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x, place=None, **values):
-        """Return the value of a quantity after a simulated bug, which leaves most quantities unchanged.
+        """Return a quantity as a trainer with the bug computes it; `x` is the correct value.
 
         A replacement is one of:
             - a value;
@@ -57,7 +56,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the part of a simulated bug that acts in one computation, such as "the baseline"."""
+        """Return the bug, or an empty Change if the bug affects only other uses, such as "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -66,7 +65,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Simulate a bug that changes the token ids in a part of a completion, such as the first turn."""
+    """Apply `change` to the token ids in one part of a completion, such as the first turn."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -79,7 +78,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two simulated bugs into one, or return None if the two bugs cannot be combined."""
+    """Combine two bugs into one; return None if, for example, both bugs change beta to a fixed value."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -95,7 +94,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """In the formulas of a simulated bug, replace the unknown number by its fitted value, such as 5.0."""
+    """Insert the fitted number c into a bug's formulas, because a combined bug may have two numbers."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

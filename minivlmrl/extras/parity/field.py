@@ -50,11 +50,10 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """The source files in which a public project defines its losses, and the adapters that call the losses.
+    """A public project: the files with its loss functions, and adapters that call these functions.
 
-    An adapter is a function that calls a project's loss, with three arguments: the project's functions, a batch, and
-    the options that the docstring of `check` in loss.py lists. The batch has advantages (B, T), and logps, old, ref and
-    mask, (B, T), or (B, 2, T) for preferences.
+    An adapter gets the project's functions, a batch, and the options that `check` in loss.py describes, and returns a
+    loss. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
     """
 
     source: str  # package on PyPI or repository
@@ -237,7 +236,7 @@ def areal(theirs, b, o):
 
 
 def areal_dpo(theirs, b, o):
-    """Call AReaL's preference losses on packed rows, where each position has the next token's log-probability."""
+    """Call AReaL's preference losses, which get all rows in one packed sequence."""
     rows = b.mask.flatten(0, 1)
     logps, ref = (F.pad(x.flatten(0, 1), (0, 1)).flatten() for x in (b.logps, b.ref))
     starts = torch.arange(len(rows) + 1) * (rows.shape[1] + 1)

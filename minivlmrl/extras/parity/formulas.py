@@ -8,17 +8,17 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype; a value halfway between two numbers of the dtype gets the trainer's value `theirs`."""
+    """Round x to a dtype; a number halfway between two others is rounded as in `theirs`."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return the trainer's log-probabilities if 16-bit rounding explains their errors, else our log-probabilities x.
+    """Return the trainer's log-probabilities if the trainer's errors look like 16-bit rounding, else x.
 
-    Two programs in 16 bits round the same weights, so their rounding errors are correlated and similarly large. The
-    rounding errors of fewer than 16 log-probabilities could be correlated by chance.
+    Errors look like 16-bit rounding if ours and the trainer's are correlated and of similar size. With fewer than 16
+    log-probabilities, errors could be correlated by chance.
 
     Args:
         x: log-probabilities recomputed in 16 bits.
@@ -52,7 +52,7 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
-    """Keep the first k True values of each run of True values in a mask (..., S).
+    """Keep the first k of consecutive True values in a mask (..., S).
 
     Example: [0, 1, 1, 0, 1] with k = 1 gives [0, 1, 0, 0, 1].
     """
@@ -62,7 +62,7 @@ def first(x: Tensor, k: int = 1) -> Tensor:
 
 
 def last(x: Tensor, k: int = 1) -> Tensor:
-    """Keep the last k True values of each run of True values in a mask (n, S)."""
+    """Keep the last k of consecutive True values: [0, 1, 1, 0, 1] with k = 1 gives [0, 0, 1, 0, 1]."""
     return first(x.flip(1), k).flip(1)
 
 

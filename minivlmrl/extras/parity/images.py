@@ -14,8 +14,8 @@ def check_images(
 ) -> str:
     """Check that a trainer uses the right images, in the right order, for its log-probabilities.
 
-    check_images inverts the pixels of one image at a time. An inverted image must change the log-probabilities of later
-    tokens, and of no earlier token. A row must have the same log-probabilities in a batch as alone.
+    check_images inverts the pixels of one image after the other. An inverted image must change the log-probabilities of
+    later tokens, and of no earlier token. A row must have the same log-probabilities in a batch as alone.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),

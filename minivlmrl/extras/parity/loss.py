@@ -22,7 +22,7 @@ from minivlmrl.trainers.functions import checked_loss
 
 SHOWN = 4  # differing cases that are printed
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that no loss of a training step gets
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
 # The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16.
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -72,12 +72,12 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 class Verdict:
     """The result of comparing a user's loss with TRL's loss.
 
-    A finding is a "mistake", or a "design": a difference from TRL that some project makes on purpose.
+    A difference from TRL is a "design" if some project computes the loss so on purpose, and otherwise a "mistake".
     """
 
     cases: int
     differences: list[str]  # one line for each case that differs
-    where: str = ""  # options that separate these cases from the others
+    where: str = ""  # what the differing cases have in common
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
 
@@ -91,7 +91,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name the known causes of the differences."""
+    """Compare a loss with losses recorded from TRL, and name the mistakes that explain the differences."""
     results = []  # (case, options, comparison)
     steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):
@@ -125,7 +125,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     closest, group = closest_loss(errors, settings, tolerance)
     if len(group) == len(results) or (verdict.kinds and "mistake" not in verdict.kinds):
         return verdict
-    # A right loss for one loss_type of TRL has mistakes only if it is compared with other loss types.
+    # A right GSPO loss is only wrong when compared with GRPO, so no mistake is named.
     if all(errors[i][1] <= tolerance for i in group):
         verdict.kinds, verdict.names = [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
     elif not verdict.kinds:
@@ -135,7 +135,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Name an option that separates wrong test cases from right ones, as in ", which are those with beta = 0.1"."""
+    """Describe what only the wrong test cases have in common, as in ", which are those with beta = 0.1"."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -144,10 +144,7 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 
 
 def closest_loss(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> tuple[str, list[int]]:
-    """Return the loss of TRL that agrees in the largest share of its test cases: its options, and indices in `results`.
-
-    `results` has the options and the error of each test case, and `settings` names the options that select a loss.
-    """
+    """Return the TRL loss to which the user's loss is closest: its options, and the indices of its test cases."""
     groups = {}  # {options that select a loss in TRL: indices of its test cases}
     for i, (options, _) in enumerate(results):
         values = {"kind": options["kind"]} | {name: options[name] for name in settings}
@@ -157,7 +154,7 @@ def closest_loss(results: list[tuple[dict, float]], settings: list[str], toleran
     def difference(item: tuple[str, list[int]]) -> tuple:
         texts, group = item
         share = statistics.mean(results[i][1] > tolerance for i in group)
-        # A loss of TRL with which all cases agree is the closest; among equals, the default of TRL is preferred.
+        # A loss that agrees in all its test cases is the closest; among equals, TRL's default is preferred.
         return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
 
     return min(groups.items(), key=difference)
@@ -207,7 +204,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
         raise
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.
+    # Autograd raises an error for a loss without a gradient, but not for loss + 0 * logps.sum().
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
     return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
@@ -247,8 +244,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    # Test cases with TRL's dual clip are compared only if the user chooses a value for TRL's option `delta`.
+    # Most losses have no dual clip, so test cases with a dual clip are used only if `only` contains `delta`.
     if "delta" in options and "delta" not in only:
         return False
-    # TRL's DPO configuration has a list of losses, ["sigmoid"], but the user writes one name, "sigmoid".
+    # loss_type="sigmoid" also selects the cases that were recorded with loss_type=["sigmoid"].
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())

@@ -20,7 +20,7 @@ SEARCHED = 32  # about so many cases are searched; the others are compared at th
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6) -> Dump:
-    """Convert a loss function's test case to a recorded step, so that `parity` can search for the function's bugs.
+    """Convert a loss function's test case to a recorded step, in which `parity` can search for bugs.
 
     Args:
         batch: the case's tensors, by name.
@@ -35,7 +35,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
     mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
     tensors = {**rows, "completion_mask": mask, "input_ids": zeros, "prompt_mask": zeros, "loss": value.view(1)}
-    if options["kind"] == "dpo":  # other losses have no pairs, by which a mistake could divide
+    if options["kind"] == "dpo":  # other losses have no pairs
         number = torch.arange(len(mask))
         tensors |= {"pair": number // 2, "chosen": 1 - number % 2}
     about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
@@ -46,9 +46,9 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Search for known bugs with which TRL's loss equals the user's loss in all test cases.
+    """Return up to PARTS bugs that together turn TRL's loss into the user's loss, or [].
 
-    Returns a list for each bug, with the bug and other bugs that give the same loss. Returns [] if the search fails.
+    Each bug is in a list with other bugs that give the same loss.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -74,11 +74,12 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Adds known bugs to TRL's loss, one by one, until TRL's loss equals the user's loss in all test cases."""
+    """Finds up to PARTS bugs that together turn TRL's loss into the user's loss."""
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # In a test case with only two rows, the bugs "the next row" and "the previous row" would be equal.
+        # The bugs come from the test case with the most rows. With only two rows, "the next row" and "the previous row"
+        # would be the same bug.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -104,7 +105,7 @@ class Combination:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the known bugs with which TRL's loss equals the user's loss in the largest number of test cases."""
+        """Return the bugs that explain the user's loss in the largest number of test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -121,12 +122,12 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # Fitting unknown numbers is slow, so each number is fitted to a single test case.
+            # Fitting a number, such as a clip bound, is slow, so only single test cases are used.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
             yield fewest.scaled(plain), False
-            # If the user's loss has a fixed value for an option, other bugs show only in test cases with this value.
+            # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
             for search in left[1:-1]:
                 yield [*search.tried(plain), *search.factors()], False
             yield most.tried(most.pairs()), most is fewest
@@ -141,16 +142,16 @@ class Combination:
                     self.found[cause.says] = cause
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
-            # round numbers are likelier, and so is a quantity that is left out
+            # prefer round numbers, and bugs such as "the KL is left out"
             best.sort(key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
-            # A mistake must explain all wrong losses; an intended difference from TRL may explain only some.
+            # The search stops at a bug that explains all test cases; a design may explain only some.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Return the kind of each bug in the user's loss ("mistake", or "design" if intended), and the lines to print."""
+    """Return the kind of each bug that was found, "mistake" or "design", and the lines to print."""
     parts, why = [], "no known mistake or design does"
     try:
         parts = find_parts(steps, seconds)

@@ -20,7 +20,7 @@ from minivlmrl.model.rope import get_rope_index
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# quantities that can be changed without a new forward pass of the model
+# quantities after the forward pass; a bug in these quantities, such as rounding, needs no new forward pass
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
@@ -120,7 +120,7 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of the tokens whose previous token is padding, so that no hidden state predicts them."""
+    """Return a mask (n, S) of the tokens after a padding token, which no hidden state predicts."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -199,7 +199,7 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
         passes = [(d.forward, both)]
-        # A trainer may compute the entropies in another forward pass, for example from other logits.
+        # If only the entropies have a bug, a second forward pass computes the gradients of the entropies.
         if d.entropy_forward != d.forward:
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
         total = {}

@@ -4,7 +4,7 @@ For example, the function `lambda s: s.x / 2` for the quantity "rewards" imitate
 attributes of its argument s are:
 
     x         the right value
-    c         a number that the search fits
+    c         an unknown number, such as a clip bound, for which the search finds a value
     region    the part of the step that has the bug, such as the first turn
     others    the tensors of the recorded step, such as s.advantages
 """
@@ -24,7 +24,7 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity of a training step that a trainer may compute differently, by mistake or on purpose."""
+    """A quantity that a trainer may compute wrongly, such as the rewards or the learning rate."""
 
     name: str
     stages: str  # stages and kinds of losses, separated by commas
@@ -39,7 +39,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A bug that a trainer may have in only some rows or tokens, for example in truncated completions."""
+    """A bug in only some rows or tokens, for example in truncated completions."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None if each part is a wrong order of rows or tokens
@@ -67,7 +67,7 @@ def choices(says: str, *values: str) -> dict[str, str]:
 
 
 def options(stages: str, effect: str, **off_values) -> dict[Quantity, dict]:
-    """Return two bugs for each option of a loss: "delta is ignored", and "delta is {c}" with a fitted number c."""
+    """Return two bugs for each option of a loss, such as "beta is ignored" and "beta is 0.3"."""
     return {
         Quantity(name, stages, effect): {f"{name} is ignored": off, f"{name} is {{c}}": fitted_number}
         for name, off in off_values.items()
@@ -95,12 +95,12 @@ def shifted(x, by):
 
 
 def discount(c, mask):
-    """Return the weights 1, c, c ** 2, ... for the first, second, third, ... token of each row in the mask."""
+    """Return the weights 1, c, c ** 2, ... of a row's tokens, from the first token in the mask on."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def span_shares(s):
-    """Return equal weights for the tokens in the mask, with the sum 1 in each turn, group or micro-batch."""
+    """Weight each token by 1 / (number of tokens in its turn, group or micro-batch)."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
@@ -163,7 +163,7 @@ def normalized(mean, std) -> Callable:
 
 
 def by_number_of_tokens(s):
-    """Imitate a wrong M-RoPE: an image of 3 by 4 tokens moves the positions after it by 12 instead of 4."""
+    """Imitate a wrong M-RoPE: after an image of 3 by 4 tokens, text continues at position 12 instead of 4."""
     positions = s.x.clone()
     for number in s.pictures.unique()[:-1]:  # the last number stands for text
         tokens = s.pictures == number
@@ -173,7 +173,7 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Imitate a trainer that assumes one image per row, so that row i gets the images from number i on."""
+    """Imitate a trainer that assumes one image per row: row 2 then starts at image 2 of the micro-batch."""
     return s.flat[s.index :][: len(s.x)]
 
 
@@ -242,14 +242,14 @@ IN_A_LIST = {
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# General bugs, such as a wrong sign, can occur in every quantity; the search tries more specific bugs first.
+# General bugs, such as a wrong sign, can occur in every quantity; the search simulates specific bugs first.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 
-# A bug may affect only one part of a formula: the mask, for example, may be wrong only in the token count.
+# computations to which a bug may be limited: a mask, for example, may be wrong only where tokens are counted
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
@@ -611,7 +611,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # The report says that a step without a reference model cannot reveal a wrong KL estimator.
+    # A step without a reference model cannot reveal a wrong KL estimator; with needs="input_ids", the report says so.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k3"
     ),
@@ -906,8 +906,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# Numbers by which a trainer may wrongly multiply: {description: (function, regular expression for tensors' names)}.
-# Example: if all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
+# Numbers by which a trainer may wrongly multiply or divide, such as the temperature: {name: (function that reads the
+# number from a step, pattern for the names of the tensors that may be wrong)}
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -1,8 +1,12 @@
 """Search for known bugs that reproduce a trainer's wrong numbers, in a recorded step or in a test case of a loss.
 
-The search tries, in this order: simple bugs, such as "a reward is halved"; bugs in one part of a formula, such as a
-wrong mask in the token count; bugs with a fitted number, such as "the ratio is at most c"; one factor for all numbers;
-and pairs of bugs.
+The search recomputes the numbers with one known bug after the other, and compares the results with the trainer's:
+
+    1. simple bugs, such as "a reward is halved"
+    2. bugs in one computation, such as a wrong mask only in the token count
+    3. bugs with an unknown number, such as "the ratio is at most c"
+    4. one factor for all numbers
+    5. pairs of bugs
 """
 
 import math
@@ -23,10 +27,9 @@ from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-# Relative errors up to 1e-5 are accepted, because float32 rounds to about 1e-7.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # largest relative error that counts as rounding; float32 rounds one number to about 1e-7
 NAN = 1e300  # stands for NaN in the test cases of a loss, in which two NaN are equal
-# for each stage, the tensor that is recomputed, and the field of step.json that names the model's folder
+# {stage: (recomputed tensor, field of step.json with the model's folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -50,18 +53,18 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# At least two wrong groups or rows are needed to confirm a bug, because a single one could match by chance.
+# words for the warning "only one row differs, too few to tell causes apart"
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# first candidates for an unknown number, such as c in the bug "the ratio is at most c"
+# start values of the search for an unknown number, such as the bound c in the bug "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # in test cases of a loss
-REFINED = 16  # number of bugs whose fitted number is refined, those with the smallest errors
+REFINED = 16  # number of bugs, those with the smallest errors, whose number is fitted to all digits
 CASE_REFINED = 4  # in test cases of a loss
 LIKELY_CAUSES = 8  # number of bugs that are paired with other bugs, those with the smallest errors
-PAIRED = 400  # number of bugs with which each of them is paired
+PAIRED = 400  # number of bugs with which each likely bug is paired
 MODEL_CAUSES = 24  # in stages that need a forward pass for each bug
 CASE_CAUSES = 60  # in test cases of a loss
-PAIRED_NUMBERS = 12  # with fewer differing numbers, some pair would match by chance
+PAIRED_NUMBERS = 12  # with fewer wrong numbers, some pair of bugs would fit by chance
 
 
 @dataclass(eq=False)
@@ -73,7 +76,7 @@ class Cause:
     of: table.Quantity  # the quantity's stages, effect and source
     error: float = 0.0  # error that remains if the stage is recomputed with this bug
     parts: int = 1  # number of single bugs that this bug combines
-    is_guess: bool = False  # whether the bug has a fitted number that no count or option has
+    is_guess: bool = False  # whether a fitted number equals no count or option of the step
 
     def __str__(self) -> str:
         return f"{self.says} (remaining error {self.error:.0e})"
@@ -84,12 +87,12 @@ class Cause:
 
     @property
     def is_limited(self) -> bool:
-        """True if the bug changes only some rows, tokens or parameters, or uses values of other rows or tokens."""
+        """True for a bug in only some rows, tokens or parameters, or with values of other rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the bug has a number that the search must fit, such as c in "the ratio is at most c"."""
+        """True for a bug with an unknown number, such as the bound c in "the ratio is at most c"."""
         return "{c}" in self.says or "c" in self.change
 
     @property
@@ -102,18 +105,18 @@ class Cause:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return True if the bug may be in only one part of a formula, such as the baseline of the advantages."""
-        # A wrong order of rows in only one part of a formula would match too often by chance.
+        """Return True if the bug can be limited to one computation, such as the baseline of the advantages."""
+        # A wrong order of rows in the baseline alone, for example, would fit too often by chance.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Limit the bug to one part of a formula: the rewards, for example, are wrong only in the baseline."""
+        """Limit the bug to one computation, as in "a reward is halved, only in the baseline"."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Add a number and its meaning to the description, as in "all values are 8 times as large: the 8 rows"."""
+        """Insert a number into the description, as in "all values are 8 times as large: the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -122,7 +125,7 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the stages whose known bugs are tried, for example "loss" and "dpo" for the loss of a DPO step."""
+    """Return the names under which names.py lists the bugs of a stage: "loss" and "dpo" for the loss of DPO."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
@@ -136,7 +139,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Cause(text, pieces, quantity))
-    # Bugs of a single loss, such as a wrong clip bound, are tried before general bugs, such as a wrong sign.
+    # Bugs of a single loss, such as a wrong clip bound, come before general bugs, such as a wrong sign.
     result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for of_stages, uses, quantity in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -146,7 +149,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield variants of a bug, each limited to one part of a training step, such as the first turn."""
+    """Yield a bug for each part of the step, such as "there is no gradient for the vision tower"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change
@@ -154,13 +157,13 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # Counted tokens are the tokens in the mask, so a bug of the mask cannot be limited to counted tokens.
+                # The mask decides which tokens are counted, so a bug in the mask cannot be limited to counted tokens.
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
-    """Recompute a stage, such as the loss, as if the trainer had the bug `change`, where {} means no bug.
+    """Recompute a stage, such as the loss, with the bug `change`; {} means no bug.
 
     Returns None if the computation fails with this bug. Raises SearchEndedError after a search's deadline.
     """
@@ -172,7 +175,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # Some bugs make the computation fail: with a mask of zeros, for example, a DPO answer has no tokens.
+    # A bug may make the computation fail, for example if a wrong mask leaves a DPO answer without tokens.
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -195,7 +198,7 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
 
 
 def error_of_factor(answer: dict) -> float:
-    """Return the largest error after our numbers are multiplied by the factor that fits the trainer's numbers best."""
+    """Return the largest error that remains after all recomputed numbers are multiplied by one fitted factor."""
     in_units = [[(x / unit).flatten() for x in (theirs, ours)] for theirs, ours, unit in answer.values()]
     theirs, ours = (torch.cat(x) for x in zip(*in_units, strict=True))
     return float((theirs - best_factor(theirs, ours) * ours).abs().max())
@@ -217,7 +220,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two numbers that summarise all relative errors; bugs with the same effect have the same two numbers."""
+    """Return two sums over the relative errors; two bugs with the same errors have the same sums."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -244,14 +247,14 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Place(NamedTuple):
-    """A part of the compared numbers, such as "truncated completions" or "the vision tower"."""
+    """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
-    says: str  # the subset's name; "" means all numbers
+    says: str  # name of the rows or parameters; "" means all
     inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Keep the trainer's numbers in one part, such as the truncated completions, and use our own elsewhere."""
+        """Replace the trainer's numbers outside one place by recomputed numbers, so that only errors inside count."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -262,7 +265,7 @@ class Place(NamedTuple):
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """List the whole step, and each part of the step outside of which all numbers are right."""
+    """List the whole step, and each part that contains all wrong numbers, such as the truncated completions."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
@@ -279,13 +282,13 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 
 
 class Search:
-    """Tries known bugs until some of them explain a trainer's wrong numbers in one stage, such as the loss.
+    """Searches for bugs that explain a trainer's wrong numbers in one stage, such as the loss.
 
-    If only truncated completions have wrong numbers, for example, the search also limits each bug to truncated
-    completions.
+    If all wrong numbers are in truncated completions, for example, bugs that are limited to truncated completions are
+    also possible.
 
     Args:
-        deviation: bugs found earlier, with which all numbers are recomputed.
+        deviation: bugs that were found earlier, and that stay in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -293,7 +296,7 @@ class Search:
         self.d = d
         self.deviation = deviation or {}
         self.explained = []  # bugs found so far, which are kept if the time is over
-        self.has_ended = False  # whether the time was over before all bugs were tried
+        self.has_ended = False  # whether the time limit has ended the search
         self.base = self.answer({})
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
@@ -303,9 +306,8 @@ class Search:
         return computed(self.name, self.d, composed(self.deviation, change))
 
     def run(self, causes: list[Cause]):
-        """Try the known bugs, beginning with the simplest, until some of them reproduce the trainer's numbers."""
         factors = self.factors()
-        # Bugs that need no new forward pass, such as rounded log-probabilities, are tried first.
+        # First the bugs that need no new forward pass, such as rounded log-probabilities.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -320,7 +322,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine the known bugs with the smallest remaining errors into pairs."""
+        """Combine the bugs that leave the smallest errors into pairs."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
@@ -331,7 +333,7 @@ class Search:
         return result
 
     def scaled(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield each bug that reproduces the trainer's numbers up to a factor, combined with this factor."""
+        """Yield bugs such as "the KL is left out; and all values are 2 times as large"."""
         for cause in causes:
             answer = self.answer(cause.change)
             if not answer or error_of_factor(answer) > self.d.tolerance:
@@ -351,7 +353,7 @@ class Search:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
-        """Return a list with the bug if it explains all wrong numbers of a part of the step, else an empty list."""
+        """Limit the bug to one place, such as the truncated completions; return [] if wrong numbers remain."""
         d = self.d
         if place.says:
             cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
@@ -364,11 +366,11 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group is wrong, which is too little to fit an unknown number."""
+        """Return True if only one row or group is wrong, too few to fit a number such as a clip bound."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
-        """Fit one factor to the trainer's numbers, for example if all gradients are 8 times too large."""
+        """Return bugs such as "all values are 8 times as large"."""
         result = []
         if self.name in IDS:
             return result
@@ -392,11 +394,11 @@ class Search:
         return result
 
     def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Fit a number in each bug, such as a clip bound, and yield the bugs that reproduce the trainer's numbers."""
+        """Fit each bug's unknown number, such as a clip bound; yield bugs that reproduce the trainer's numbers."""
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # A wrong factor may be a count, such as the number of rows, so all counts of the step are tried.
+            # A wrong factor is often a count of the step, such as the number of rows.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
@@ -436,12 +438,12 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # At least two wrong token ids, or two learning rates, are needed, because some bug matches a single one by chance.
+    # A single wrong token id or learning rate is not searched, because many bugs would explain one number.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # With the right bug, rounding errors may remain: at most 1 % of the trainer's error, and at most 3e-5.
+    # A bug fits if the remaining error is at most 1e-5, or at most 1 % of the original error and 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forward passes are slow, so each bug is first tried on the single row with the largest error.
+    # Forward passes are slow: the search recomputes only the row with the largest error, and later all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -459,7 +461,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Unlikely bugs, such as rewards times 0.0001, are reported last.
+    # Bugs with an unlikely number, such as 0.0001, are reported last.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
@@ -476,7 +478,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a start value, then the best number near the start value, rounded to 1, 2, 3 and all digits."""
+    """Yield a start value, then the best number near the start value, shortest first: 0.2, 0.23, 0.234, 0.2341."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -489,7 +491,7 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
 
 
 def count_causes(d: Dump) -> list[Cause]:
-    """List bugs such as "all values are divided by the number of rows", one for each count and option of the step."""
+    """List bugs such as "all values are divided by the number of rows"."""
     causes = []
     for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
         if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
@@ -516,14 +518,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # A fitted factor often equals a ratio of small counts, such as 3 / 4, by chance, so both counts must be above 10.
+    # Ratios of small counts, such as 3 / 4, are left out: a factor could equal such a ratio by chance.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Map each number to all of its meanings, for example 8 to ": the 8 rows or the 8 pairs"."""
+    """Join the names of equal numbers: 8 rows and 8 pairs give {8.0: ": the 8 rows or the 8 pairs"}."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)
@@ -531,5 +533,5 @@ def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
 
 
 def rounded_key(number: float) -> float:
-    """Round a number to 12 digits, so that 16 / 12 and 12 / 9 become the same dictionary key."""
+    """Round a number to 12 digits, so that 0.1 + 0.2 and 0.3 become the same dictionary key."""
     return float(f"{number:.12g}")

@@ -7,8 +7,8 @@ The function of a stage, such as `loss`, returns None if the recorded step lacks
     ours      the recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-The argument `change` is the bug that the search tries: change("mask", x) returns the bug's wrong mask, or the right
-mask x if the bug does not change the mask.
+The argument `change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right
+mask x if the bug is elsewhere.
 """
 
 from functools import cached_property
@@ -115,7 +115,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
-    # A completion without any attended token is accepted: a trainer may skip the forward pass of truncated completions.
+    # An attention mask of zeros is accepted, because a trainer may skip the forward pass of truncated completions.
     attended = change("attended", attended & theirs.any(1, keepdim=True))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -202,26 +202,26 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute the loss of each micro-batch, and the gradients (n, S) of log-probabilities and entropies."""
+    """Recompute each micro-batch's loss, and the loss gradients (n, S) of the log-probabilities and entropies."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.
+    # Autograd raises an error for a loss without a gradient, but not for loss + 0 * logps.sum().
     total = losses.sum() + 0 * leaves[0].sum()
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # In float32, the gradient of the KL estimate k3 loses digits, so its tolerance grows with the KL's weight beta.
+    # beta multiplies the KL, whose gradient has large rounding errors in float32.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # A trainer that computes no log-probabilities for padding has gradients of 0 for padding.
+            # At padding, gradients of 0 are accepted: a trainer may compute no log-probabilities for padding.
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -244,7 +244,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # A wrong mask has another number of tokens than the trainer recorded, so the tokens are counted again.
+    # The recorded token count holds for the recorded mask, and not for a mask with a simulated bug.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -254,7 +254,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the options of the loss, such as beta, some of which a bug may set to another value."""
+    """Return the options of the loss; a simulated bug may, for example, set beta to 0."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -264,7 +264,7 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces:
-    """Holds the tensors (n, S) from which the GRPO loss is computed, such as importance ratios."""
+    """Tensors (n, S) from which the GRPO loss is computed, such as importance ratios."""
 
     def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
         d = change.d
@@ -335,8 +335,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # Errors of the KL up to 2e-7 times the log-ratio are accepted, because float32 rounds expm1 by half as much. A KL
-    # computed with exp has larger errors, and counts as a mistake.
+    # Rounding errors of a KL with torch.expm1 are accepted: about 1e-7 times the log-ratio in float32. A KL with
+    # torch.exp has larger errors, and is reported as a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
@@ -351,7 +351,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     return torch.stack([-means, means.detach()])
 
 
-# GRPO's loss = policy term + beta * KL - entropy_coef * entropy: {term: (function, option with the term's weight)}
+# {term of GRPO's loss: (function, option with the term's weight)}
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
@@ -383,7 +383,7 @@ def preferences(logps: Tensor, _, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return a tensor (2,): the DPO loss of one micro-batch, and the unit in which its error is measured."""
+    """Return a tensor (2,): the DPO loss of one micro-batch, and the size of the loss, by which errors are divided."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer

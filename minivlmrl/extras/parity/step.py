@@ -24,7 +24,7 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# errors that Python and PyTorch raise if a recorded tensor or field has a wrong type or shape
+# exceptions that a recorded tensor or field of a wrong type or shape may cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
@@ -36,7 +36,7 @@ class SearchEndedError(Exception):
 class Dump(dict):
     """A recorded optimizer step: {name: tensor}, with all floats as float64; `about` is the content of step.json."""
 
-    tolerance = 1e-5  # largest relative error that may remain with the right bug
+    tolerance = 1e-5  # largest relative error with which a bug explains the numbers
     case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
     deadline = math.inf  # time.thread_time() at which a search ends
     part = None  # rows whose log-probabilities are recomputed; None means all rows
@@ -44,13 +44,13 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        # Bugs found in the log-probabilities, the entropies and the token ids. An empty dictionary means that all
-        # numbers are right, and None means that no known bug explains wrong numbers.
+        # Bugs that explain wrong log-probabilities, entropies and token ids: {} if all numbers are right, and None if
+        # no known bug explains the wrong numbers.
         self.forward = {}
         self.entropy_forward = {}
         self.ids = {}
         self.cache = {}  # results from the model's forwards and backwards
-        self.usual_answers = {}  # results of the stages without a bug, which limit the units of results with a bug
+        self.usual_answers = {}  # results of the stages without a bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
@@ -70,7 +70,7 @@ class Dump(dict):
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # self.completion is a mask (n, S) of all columns after the prompt, including the padding.
+        # mask (n, S) of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         # Columns beyond max_completion_length are padding, even if the padding token is a stop token.
         longest = about.get("max_completion_length") or self.width
@@ -162,7 +162,7 @@ class Dump(dict):
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return {parameter name: tensor} of one kind, such as the gradients for kind "grad"."""
+        """Return tensors by the names of parameters; the kind "grad", for example, selects the gradients."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 

@@ -26,7 +26,7 @@ BY_ROW = BY_TOKEN + names(
 # tensors with one row per completion of a rollout; several steps may train on one rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# Fields of step.json that have the names and the values of options in TRL's GRPOConfig
+# fields of step.json that are copies of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"

@@ -30,10 +30,10 @@ from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_RO
 from minivlmrl.extras.parity.units import NO_DECAY
 
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
-# The tensors of TRL's micro-batches have the same names in the recorded step, except sampling_per_token_logps.
+# {name in TRL's micro-batches: name in a recorded step}
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
 INPUTS["sampling_per_token_logps"] = "sampler_logps"
-# The recorded step stores TRL's model output log_probs as per_token_logps, and its gradient as logps_gradient.
+# {name in TRL's model outputs: [name in a recorded step, name of the gradient]}
 OUTPUTS = {
     "log_probs": ["per_token_logps", "logps_gradient"],
     "entropy": ["entropies", "entropies_gradient"],
@@ -170,7 +170,7 @@ class Steps(ExitStack, TrainerCallback):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
     def looked(self, inner, look):
-        """Wrap a function so that `look(result, *arguments)` is also called, in recorded steps only."""
+        """Wrap the function `inner` so that `look` gets its results and arguments in recorded steps."""
 
         @wraps(inner)
         def outer(*arguments, **options):
@@ -344,7 +344,7 @@ class grpo_steps(Steps):
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the rewards, groups and advantages of each rollout from which the step has a row."""
+        """Add the rewards, groups and advantages of the rollouts whose completions are in the step."""
         rollouts = join(self.rollouts)
         begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
         tensors["row"] -= begin
@@ -371,7 +371,7 @@ class grpo_steps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record log-probabilities and entropies (n, T) and, in the backward pass, their gradients times `mask`."""
+    """Record log-probabilities and entropies (n, T) and their gradients, which become 0 where `mask` is 0."""
     for output_name, (name, slope_name) in OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:
@@ -403,7 +403,7 @@ class Conversation:
         self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Count how many tokens at the start of the prompt `given_ids` the conversation already has."""
+        """Count the tokens at the start of `given_ids` that equal the conversation so far."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):

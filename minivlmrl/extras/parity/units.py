@@ -1,4 +1,4 @@
-"""List the parts of a training step that may have a bug, and the wrong orders of rows and tokens.
+"""List wrong orders of rows and tokens, and the parts of a training step to which a bug may be limited.
 
 For example, the advantages may be wrong only for truncated completions, or each completion may have the advantage of
 the next completion in its group.
@@ -22,12 +22,12 @@ WITHIN = {
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
-# The index -1 stands for a token that does not exist, such as the token after the last one, and gives the value 0.
+# In a row of three tokens, "the next token" has the indices 1, 2 and -1, and the index -1 gives the value 0.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# ways to confuse groups of rows, as functions of the row indices (groups, rows per group)
+# wrong orders of rows in groups of equal size; each function gets the row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -53,7 +53,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary of distinct tensors, in which d[name] also works for the name of a removed duplicate."""
+    """A dictionary that lists only different tensors; d[name] also finds tensors that were left out."""
 
     def __init__(self):
         self.equal = {}
@@ -63,7 +63,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Remove duplicates from a dictionary of tensors, and tensors that equal the tensor `same`."""
+    """Leave out tensors that equal `same` or an earlier tensor, so that bugs with equal effects are listed once."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -164,7 +164,7 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Number each token's turn, group and micro-batch, because a trainer may average over any of them by mistake."""
+    """Number each token's turn, group and micro-batch; a trainer may wrongly average over a turn, for example."""
     row = d.all_rows[:, None].expand(-1, d.width)
     turn = first(d.turns()[1]).cumsum(1)
     spans = {}
