@@ -233,6 +233,9 @@ OF_ANSWERS = {
     "is detached for the chosen answer": lambda s: torch.stack([s.x[:, 0].detach(), s.x[:, 1]], 1),
     "is detached for the rejected answer": lambda s: torch.stack([s.x[:, 0], s.x[:, 1].detach()], 1),
     "is averaged over the pairs before the loss": lambda s: s.x.mean(0) + 0 * s.x,
+    "is left out for the rejected answer": lambda s: s.x * torch.tensor([1.0, 0.0]),
+    "is left out for the chosen answer": lambda s: s.x * torch.tensor([0.0, 1.0]),
+    "has the wrong sign for the rejected answer": lambda s: s.x * torch.tensor([1.0, -1.0]),
 }
 IN_A_LIST = {
     "twice": lambda s: s.x + s.x,
@@ -711,6 +714,19 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("log-ratio", "dpo", "the objective is different", "DPO eq. 7"): having(
         "the log ratio of an answer", LINEAR, NONLINEAR, OF_ANSWERS
     ),
+    Quantity("pair loss", "dpo", "pairs that are far from learned get a small gradient", "DPO eq. 7"): {
+        "the log is missing, so the loss is -sigmoid": lambda s: -s.margins.sigmoid().mean(),
+        "the loss is exp(-beta * margin)": lambda s: (-s.margins).exp().mean(),
+    },
+    Quantity("log-ratio", "dpo", "the chosen answer must be better by a margin", "arXiv 2402.10571",
+        who="ODPO, SimPO"): {
+        "{c} is subtracted from beta times the margin": lambda s: s.x - s.c / s.options.beta * torch.tensor([1.0, 0.0]),
+    },
+    Quantity("loss_type", "dpo", "chosen answers become likelier", "arXiv 2404.19733",
+        who="TRL: loss_type [sigmoid, sft]"): {
+        "an SFT loss with the weight {c} is added":
+            {"loss_type": lambda s: [*s.x, "sft"], "loss_weights": lambda s: [1.0, s.c]},
+    },
     Quantity("log-ratio", "dpo", "long answers weigh more", "IPO eq. 17; losses/preference.py: DPO_LOSSES",
         who="the authors' code of DPO and OpenRLHF: ipo"): {
         "the log ratio of an answer is the sum over its tokens instead of their mean":

@@ -406,6 +406,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )
+    value = change("pair loss", value, margins=options.beta * (log_ratio[:, 0] - log_ratio[:, 1]))
     return torch.stack([value, value.detach().abs() + 1e-2])
 
 

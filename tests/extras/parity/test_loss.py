@@ -96,6 +96,11 @@ def dpo_sums(batch):
     return ((batch["per_token_logps"] - batch["ref_per_token_logps"]) * batch["mask"]).sum(-1)
 
 
+def margins(batch):
+    """Return how much larger the log-ratios of the chosen answers are, (B,)."""
+    return dpo_sums(batch)[:, 0] - dpo_sums(batch)[:, 1]
+
+
 DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}
 WHOLE = {"whole_step": True, **DAPO}
 GRPO = WHOLE | {"loss_type": "grpo"}
@@ -348,6 +353,16 @@ UNSEEN |= {
         "wrong sign of its log-ratio"),
     "k3 without its log-ratio": (changed(kl=lambda q: (q.ref - q.logps).expm1()), KL, "k3 lacks its log-ratio"),
     "KL of the old policy": (changed(kl=lambda q: k3(q.ref - q.old)), KL, "the KL is that of the old policy"),
+    "sigmoid without a log": (lambda b, o: -(o["beta"] * margins(b)).sigmoid().mean(), DPO, "the log is missing"),
+    "exp of the margin": (lambda b, o: (-o["beta"] * margins(b)).exp().mean(), DPO, "the loss is exp"),
+    "only chosen answers": (lambda b, o: softplus(-o["beta"] * dpo_sums(b)[:, 0]).mean(), DPO,
+        "left out for the rejected answer"),
+    "a sum in place of the margin": (lambda b, o: softplus(-o["beta"] * dpo_sums(b).sum(1)).mean(), DPO,
+        "wrong sign for the rejected answer"),
+    "an offset": (dpo_of(lambda z, _: z - 0.5), DPO, "0.5 is subtracted from beta times the margin"),
+    "an SFT loss": (
+        lambda b, o: dpo_of()(b, o) - 0.1 * token_mean(b["per_token_logps"][:, 0], b["mask"][:, 0]), DPO,
+        "SFT loss with the weight 0.1 is added"),
     "a mask that is changed in place": (lambda b, o: usual(b, o, mask=lambda q: b["mask"].fill_(1)), PLAIN,
         "padding is counted"),
 }  # fmt: skip
