@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minivlmrl.commands.evaluate import find_recipe, trained_quantization
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig
@@ -76,7 +77,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     else:
         config = load_config(recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides])
     if is_adapter:
-        config.adapter = adapter_options(options.model)
+        config.adapter = adapter_options(options.model, trained_quantization(find_recipe(folder)))
     return config
 
 

@@ -1,12 +1,14 @@
 """Test NF4 for a frozen decoder: packed layers, bits equal to bitsandbytes, gradients, runs and merging."""
 
 import copy
+from argparse import Namespace
 
 import pytest
 import torch
 from torch import nn
 
 from minivlmrl.__main__ import main
+from minivlmrl.commands.chat import inference_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.weights import copy_model
 from minivlmrl.model import nf4
@@ -132,7 +134,9 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     assert adapters(model) and all(
         torch.equal(written[name], gather_full_tensor(weight)) for name, weight in computed.items()
     )
-    options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]
+    adapter = folder / "checkpoint" / "adapter"
+    assert inference_config(Namespace(model=str(adapter)), []).adapter.quantize == "nf4"  # also in chat
+    options = [f"--model={checkpoint}", f"--adapter={adapter}", "--quantize=nf4"]
     assert main(["merge", *options, f"--out={tmp_path / 'merged'}"]) == 0
     merged = dict(load_model(tmp_path / "merged").named_parameters())
     assert merged.keys() == written.keys() and all(torch.equal(merged[name], p) for name, p in written.items())
