@@ -73,9 +73,10 @@ vector as wide as a word embedding.
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
-The image tokens replace the embeddings of the placeholders. Its positions in time, row and column give each token the
-angles of its rotary embedding. The causal mask lets each token attend to itself and the tokens before it. The layers of
-the decoder return a hidden state for each token, and keep the keys and values of the prompt, which all completions use.
+The image tokens replace the embeddings of the placeholders. The angles of a token's rotary embedding come from its
+positions in time, row and column. The causal mask lets each token attend to itself and the tokens before it. The layers
+of the decoder return a hidden state for each token, and keep the keys and values of the prompt, which all completions
+use.
 
 # Completions: sample probabilities
 The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
@@ -102,9 +103,9 @@ not 0](metrics.md#why-is-my-loss-0).
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without tags
-such as `<answer>` less likely. A wrong answer with these tags may become more likely, too, because its tags are also
-tokens of right answers.
+by about the learning rate, {learning_rate:g}. The update of GRPO makes right answers more likely, and completions
+without tags such as `<answer>` less likely. A wrong answer with tags may become more likely, too, because its tags are
+also tokens of right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
