@@ -145,7 +145,7 @@ def is_sequence(o: SimpleNamespace) -> bool:
 
 
 def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Return log-probabilities (B,) of chosen and rejected answers, first of the policy and then of the reference."""
+    """Return four tensors (B,): chosen and rejected log-probabilities of the policy, then of the reference."""
     return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
 
 

@@ -125,7 +125,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     closest, group = closest_loss(errors, settings, tolerance)
     if len(group) == len(results) or (verdict.kinds and "mistake" not in verdict.kinds):
         return verdict
-    # A right GSPO loss is only wrong when compared with GRPO, so no mistake is named.
+    # A right GSPO loss differs from GRPO, but has no mistake.
     if all(errors[i][1] <= tolerance for i in group):
         verdict.kinds, verdict.names = [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
     elif not verdict.kinds:

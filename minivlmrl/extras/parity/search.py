@@ -53,7 +53,7 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# words for the warning "only one row differs, too few to tell causes apart"
+# nouns for the warning "only one row differs, too few to tell causes apart"
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # start values of the search for an unknown number, such as the bound c in the bug "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
@@ -149,7 +149,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield a bug for each part of the step, such as "there is no gradient for the vision tower"."""
+    """Yield one bug for each part of a model or a step, as in "there is no gradient for the vision tower"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change

@@ -214,7 +214,7 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # beta multiplies the KL, whose gradient has large rounding errors in float32.
+    # The tolerance grows with beta, because the KL's gradient has large rounding errors in float32.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
