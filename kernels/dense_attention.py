@@ -74,8 +74,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # With is_causal=True, 2 queries and 5 keys, the first query of the flash operator attends to 4 keys. In
-        # F.scaled_dot_product_attention, the first query would attend to 1 key.
+        # The last query must attend to the last key. F.scaled_dot_product_attention with is_causal=True would let the
+        # first query attend to the first key only.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)

@@ -107,8 +107,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # A block with few rows gets more ids, because small matrix products leave a part of the GPU idle. More than 8,192
-    # ids would take too much memory for the float32 gradient of the LM head.
+    # Small matrix products leave a part of the GPU idle, so fewer rows get wider blocks. Blocks of more than 8,192 ids
+    # would need too much memory for the LM head's float32 gradient.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)

@@ -40,7 +40,7 @@ TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """The boundaries of the segments, and the order in which PyTorch computes attention for them."""
+    """Where each segment of a packed sequence begins and ends; a token attends only to tokens of its segment."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)

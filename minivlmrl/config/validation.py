@@ -9,7 +9,7 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# for example ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", function that returns True if kl_coef is 0)
+# options, the reason why they have no effect, and a function that says for which recipes the reason holds
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 

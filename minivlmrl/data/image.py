@@ -2,8 +2,8 @@
 
 The patches are identical, bit for bit, to those that transformers' image processors compute.
 
-Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, which are multiples of 28, and cut
-into 8 x 4 patches. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
+Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, and cut into 8 x 4 patches of 14 x
+14 pixels. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
 becomes one image token, so an image of 8 x 4 patches has 8 tokens.
 """
 

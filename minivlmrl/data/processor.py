@@ -113,7 +113,7 @@ class Processor:
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's texts and tokens unchanged; the subclass ToolProcessor marks tool results."""
+        """Return an answer's pieces unchanged; the subclass ToolProcessor marks results of tools as not trained."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -231,7 +231,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    A function in place of an image is called to decode the image file.
+    A part may hold a function that decodes the image file; the function is called.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -2,7 +2,7 @@
 
 Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as 256 bytes and one
 float32 scale, which is the block's largest absolute value. The byte of a value selects one of 256 fixed numbers between
--1 and 1, which are denser near 0. No block is divided between ranks, because FSDP shards moments by whole rows.
+-1 and 1, which are denser near 0. FSDP gives each rank whole rows, so each block belongs to one rank.
 
 A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`.
 """

@@ -157,7 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
         """Return the token count by which the loss_type dapo divides the sum of token losses.
 
-        TRL counts the tokens of a whole rollout on all processes; the divisor is one step's share on one process.
+        TRL's count covers all steps of a rollout on all processes, so the count is divided by the numbers of both.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:

@@ -146,7 +146,7 @@ class Span:
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Lay out a prompt and its completions; each completion continues the positions of the prompt."""
+    """Return tokens and positions of a prompt and its completions, whose positions follow those of the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)

@@ -122,7 +122,7 @@ class Layout:
 # Sampling in inference mode may fill the cache, but training cannot use tensors created in inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
-    """Compute the order, rotary angles and attention segments of patches for patch grids (time, height, width)."""
+    """Compute the order of the patches, their rotary angles, and the windows in which they attend to each other."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)

@@ -35,8 +35,7 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: an answer with one of two true boxes gets the reward 1/2. An answer with the only true box and a wrong box
-    gets 1/2.
+    Example: the image has two true boxes. An answer with exactly one of them gets the reward 1/2.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.

@@ -74,7 +74,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of the rows that have all answers; each rank reads a part of the rows."""
+        """Return the indices of the rows whose answers are complete, for example rows with `chosen` and `rejected`."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]

@@ -59,7 +59,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # A module in a list is no submodule, so a checkpoint of the copies does not contain the policy.
+        # torch does not see a module inside a list. Otherwise, a checkpoint would save the policy a second time.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]

@@ -70,7 +70,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # decay between two tokens of a chunk, (b, H, chunks, C, C); the decay from a later to an earlier token is 0
+    # (b, H, chunks, C, C): how much of an earlier token's state remains at a later token of the same chunk
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end

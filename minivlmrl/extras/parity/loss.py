@@ -135,7 +135,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Describe what only the wrong test cases have in common, as in ", which are those with beta = 0.1"."""
+    """Name an option value that only the differing cases have, as in ", which are those with beta = 0.1"."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):

@@ -46,7 +46,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Return up to PARTS bugs that together turn TRL's loss into the user's loss, or [].
+    """Find a few bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
     Each bug is in a list with other bugs that give the same loss.
     """
@@ -74,7 +74,7 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Finds up to PARTS bugs that together turn TRL's loss into the user's loss."""
+    """Finds a few bugs that together explain a loss."""
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps

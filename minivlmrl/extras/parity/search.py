@@ -139,7 +139,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Cause(text, pieces, quantity))
-    # Bugs of a single loss, such as a wrong clip bound, come before general bugs, such as a wrong sign.
+    # The search tries a wrong clip bound, which only one loss can have, before a wrong sign, which all can have.
     result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for of_stages, uses, quantity in table.SCOPES:
         if names & set(of_stages.split(", ")):

@@ -243,7 +243,7 @@ class Steps(ExitStack, TrainerCallback):
         return tensors
 
     def save_models(self, folder: Path):
-        """Save the tokenizer and the models, except a policy with dropout, whose outputs cannot be recomputed."""
+        """Save the tokenizer and the models; a policy with dropout is left out, because its outputs are random."""
         if any(noises(self.trainer.model)):
             self.models.pop("model", None)
             self.about |= {"model": None, "old_model": None}

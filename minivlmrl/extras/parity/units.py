@@ -1,7 +1,7 @@
-"""List wrong orders of rows and tokens, and the parts of a training step to which a bug may be limited.
+"""List ways in which a trainer may confuse rows or tokens, and the parts of a step to which a bug may be limited.
 
-For example, the advantages may be wrong only for truncated completions, or each completion may have the advantage of
-the next completion in its group.
+For example, each completion may have the advantage of the next completion in its group, or the advantages may be wrong
+only for truncated completions.
 """
 
 import re
