@@ -13,6 +13,7 @@ adapter. An adapter's options are read from its folder, and adapter.quantize fro
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,7 @@ def answer_file(tool: str, arguments: list[str]):
     rows = load_datasets(config, {}, (), required_columns(rewards), world)["eval"]
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
+        note_changes(options, config)
     model, processor = build_model(config, world)
     sampling = evaluation_sampling(config.sampling, temperature=temperature)
     sample = make_sampler(model, processor, sampling, world)
@@ -135,6 +137,17 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     if is_adapter:
         config.adapter = adapter_options(options.model, trained_quantization(found_recipe))
     return config
+
+
+def note_changes(options: argparse.Namespace, config: RunConfig):
+    """Print which prompt options of --recipe differ from those with which the model was trained."""
+    trained = find_recipe(options.model) if options.recipe else None
+    values = parse_yaml(trained.read_bytes()) if trained is not None else None
+    data = values.get("data") if isinstance(values, dict) else None
+    names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in (data or {})]
+    changed = [f"data.{name}" for name in names if data[name] != getattr(config.data, name)]
+    if changed:
+        print(f"{trained}, with which the model was trained, has other values of {', '.join(changed)}", file=sys.stderr)
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:

@@ -106,7 +106,10 @@ def collect_run(folder: Path) -> dict:
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Say whether the first metric of the held-out rows has changed by more than two standard errors."""
+    """Say whether the first metric of the held-out rows has changed by more than two standard errors.
+
+    If the task has an accuracy of guessing, also say if the metric is not above it.
+    """
     evaluations = [values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"]
     if len(evaluations) < 2 or not num_rows:
         return None
@@ -114,15 +117,19 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     before, after = evaluations[0][name], evaluations[-1][name]
     if not (0 <= before <= 1 and 0 <= after <= 1):
         return None
-    # a value between 0 and 1 has at most the variance of a binary value with the same mean
-    noise = 2 * math.sqrt((before * (1 - before) + after * (1 - after)) / num_rows)
+    # A value between 0 and 1 has at most the variance of a binary value with the same mean. One right and one wrong
+    # answer are added, because 0 of 30 right answers do not show that the mean is exactly 0.
+    means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
+    noise = 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
     change = "has risen" if after > before else "has fallen"
     if abs(after - before) <= noise:
-        change = "has not changed by more than chance"
+        change = "has not changed by more than noise"
+    chance = summary.get("chance")
+    guessing = f" Guessing gives {chance:.3f}." if chance is not None and after <= chance else ""
     name = short_names([name])[0].removeprefix("eval/")
     return (
         f"{name} {change}: {before:.3f} at the start, {after:.3f} at the end on {num_rows} held-out rows. A difference "
-        f"of up to {noise:.3f} can be chance."
+        f"of up to {noise:.3f} can be noise.{guessing}"
     )
 
 

@@ -23,6 +23,7 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # number of recent rollouts whose rewards `majority_baseline` averages
 BASELINE_ROLLOUTS = 50
+FALLEN = 0.2  # decrease of the mean reward that causes a warning, as a share of the range of all rewards
 MEMORISED = 0.3  # difference of a reward between training rows and held-out rows that causes a warning
 
 
@@ -63,6 +64,7 @@ class WarningRules:
         # (solutions of the rows, rewards of the completions) for each recent rollout
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
+        self.best_mean = -math.inf  # highest mean reward over 10 steps so far
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Add the metrics and the rollout of an optimizer step, and return the new warnings."""
@@ -96,10 +98,12 @@ class WarningRules:
     def state(self) -> str:
         """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        return json.dumps([list(self.recent), sorted(self.said), rewards, self.extremes])
+        return json.dumps([list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes])
 
     def restore(self, state: str):
-        recent, said, *_, rewards, self.extremes = json.loads(state)  # minivlmrl 0.5 saved one more value
+        recent, said, *best_mean, rewards, self.extremes = json.loads(state)
+        if best_mean and isinstance(best_mean[0], float):  # minivlmrl 0.5 saved another value, or none
+            self.best_mean = best_mean[0]
         self.recent.extend(recent)
         self.said.update(said)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
@@ -125,6 +129,13 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
+        self.best_mean = max(self.best_mean, reward if not math.isnan(reward) else -math.inf)
+        if lowest < highest and reward <= self.best_mean - FALLEN * (highest - lowest):
+            yield (
+                "fallen",
+                f"The mean reward has fallen from {self.best_mean:.3g} to {reward:.3g}. Lower "
+                f"{self.trainer.stage}.learning_rate; the option best_metric keeps the best checkpoint.",
+            )
         for name in never if not self.all_equal() else ():
             yield (
                 name,

@@ -78,8 +78,8 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 
 
 # ------------------------------------------------------------------------------- option to change
-WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
-TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
+WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
+TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
 # {phase of a run: options that lower its memory, the most effective option first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),

@@ -47,14 +47,17 @@ def test_healthy_values_are_those_of_the_documentation():
     [
         (0.4, 0.93, "accuracy_sampled has risen: 0.400 at the start, 0.930 at the end on 256 held-out rows"),
         (0.5, 0.4, "accuracy_sampled has fallen"),
-        (0.5, 0.56, "accuracy_sampled has not changed by more than chance"),  # 2 standard errors are 0.088
+        (0.5, 0.56, "accuracy_sampled has not changed by more than noise"),  # 2 standard errors are 0.088
+        (0.0, 0.015, "accuracy_sampled has not changed by more than noise"),  # 4 of 256 right answers
+        (0.0, 0.08, "accuracy_sampled has risen"),
     ],
-    ids=["risen", "fallen", "chance"],
+    ids=["risen", "fallen", "noise", "near 0", "by guessing"],
 )
 def test_a_change_is_compared_with_its_noise(before, after, says):
     results = {name: {"eval/accuracy_sampled": value} for name, value in [("start", before), ("after_grpo", after)]}
     summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
-    assert report.describe_change(summary, 256).startswith(says)
+    text = report.describe_change(summary, 256)
+    assert text.startswith(says) and ("Guessing gives 0.100." in text) == (after < 0.1)
     assert report.describe_change(summary, 0) is None and report.describe_change({"chance": 0.1}, 256) is None
 
 

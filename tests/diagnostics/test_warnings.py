@@ -47,6 +47,20 @@ def make_rules(temperature=1.0, model=None, state=()):
     return WarningRules(trainer, SimpleNamespace(state=state))
 
 
+def test_a_reward_that_falls_is_reported_once():
+    rules = make_rules()
+    rules.extremes = [0.0, 1.5]
+    good, worse, bad = ([HEALTHY | {"reward": value}] * WINDOW for value in (1.2, 1.0, 0.8))
+    assert [rules.step(values) for values in good + worse] == [[]] * 2 * WINDOW  # 0.2 is less than a fifth of the range
+    resumed = make_rules()
+    resumed.restore(rules.state())
+    for some in (rules, resumed):
+        said = [text for values in bad + bad for text in some.step(values)]
+        assert len(said) == 1 and re.match(
+            r"The mean reward has fallen from 1\.2 to 0\.\d+\. Lower grpo\.learning_rate", said[0]
+        )
+
+
 @pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
 def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
     rules = make_rules(temperature)

@@ -41,6 +41,11 @@ with contextlib.redirect_stdout(out):
     train_recipe(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
 lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]
+with contextlib.redirect_stdout(out):
+    size = ["--my_dpo.max_steps=2", "--my_dpo.prompts_per_step=2", "--my_dpo.learning_rate=1e-3", "--data.eval_rows=0"]
+    train_recipe(["shapes.yaml", "--stages=[my_pairs.py:MyDPO]", *size, "--num_threads=1", "--output_dir=pairs"])
+losses = [json.loads(line)["loss"] for line in open("pairs/metrics.jsonl")]
+found["A stage for pairs"] = abs(losses[0] - math.log(2)) < 1e-6 and losses[1] != losses[0]
 normalizer = LossNormalizer(1, 2)
 loss, _ = load_name("my_loss.py:reinforce")(
     -3 * one, torch.tensor([0.5]), one, beta=0.0, old_per_token_logps=None, normalizer=normalizer

@@ -72,6 +72,8 @@ def main(arguments: list[str]):
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(run, find_settings(name))
+        if measured is None and run.data.train_file:
+            print(f"The prompts are assumed: {run.data.train_file} or tokenizer.json beside config.json is missing.")
     for stage in run.stage_names:
         question = MemoryQuestion(run, stage, costs, options.gpus, typical, typical)
         if measured is not None:
@@ -168,8 +170,8 @@ def least_seconds_text(seconds: dict[str, float]) -> str:
     parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
     total = two_digits(sum(seconds.values()))
     return (
-        f"at least {total} s for each step ({', '.join(parts)}); the steps of a 3B that we measured on an H100 and an "
-        "H200 took 3 times as long"
+        f"at least {total} s for each step ({', '.join(parts)}); steps that trained all weights of a 3B on an H100 "
+        "and an H200 took 3 times as long"
     )
 
 
@@ -179,13 +181,13 @@ def two_digits(value: float) -> str:
 
 def disk_text(question: MemoryQuestion) -> str:
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
-    written = ", ".join(f"{size / GB:.2g} GB of {name}" for name, size in written_bytes(question).items())
+    written = ", ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
     advice = (
         " (save: adapter keeps checkpoints small)" if question.run.adapter.r and question.run.save == "merged" else ""
     )
     return (
-        f"disk: {weights / GB:.2g} GB of weights are downloaded to HF_HOME, about 6 GB of wheels are installed, and at "
-        f"most {written} are written to output_dir{advice}"
+        f"disk: {two_digits(weights / GB)} GB of weights are downloaded to HF_HOME, about 6 GB of wheels are "
+        f"installed, and at most {written} are written to output_dir{advice}"
     )
 
 

@@ -7,10 +7,12 @@ The exit status of `parity` is 0 if all numbers agree, 1 if some differ, and 2 i
 
 import argparse
 import json
+import traceback
 
 import yaml
 
 from minivlmrl.config.import_utils import load_name
+from minivlmrl.errors import mistake
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.field import PROJECTS, judge_project, section
 from minivlmrl.extras.parity.loss import judge
@@ -40,7 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         return int(any(verdict.differences for verdict in verdicts.values()))
     if ":" in options.target:
         only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
-        verdict = judge(load_name(options.target), **limit, **only)
+        try:
+            verdict = judge(load_name(options.target), **limit, **only)
+        except Exception as error:
+            if mistake(error) is None:  # the loss has failed
+                traceback.print_exc()
+                return 2
+            raise
         print(verdict)
         return int(bool(verdict.differences))
     findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)

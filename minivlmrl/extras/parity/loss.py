@@ -120,6 +120,8 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
+    if not verdict.kinds and kind == "grpo":
+        verdict.names.insert(1, "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     errors = [(options, result.error) for _, options, result in results]
     settings = [name for name in SETTINGS if name in varied or name in only]
     closest, group = closest_loss(errors, settings, tolerance)
@@ -200,7 +202,8 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     except Exception as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         kind = options["kind"]
-        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only kind=dpo or kind=sft has others")
+        others = " or ".join(f"kind={name}" for name in ("grpo", "dpo", "sft") if name != kind)
+        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
         raise
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")

@@ -618,8 +618,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k3"
     ),
-    of_kl("kl_estimator", "grpo", "on policy, the mean gradient of k1 is 0 and that of k2 is the gradient of the KL",
-        "arXiv 2506.09477", needs="input_ids", who="verl: kl_loss_type"): choices(
+    of_kl("kl_estimator", "grpo", "without a ratio as weight, the gradient of k1 is 0 on average", "arXiv 2506.09477",
+        needs="input_ids", who="verl: kl_loss_type"): choices(
         "the KL estimator is {}", "k1", "k2"
     ),
     of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is biased off-policy", "TRL up to 1.9, PR 6594",

@@ -405,6 +405,13 @@ def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
     ]
 
 
+@pytest.mark.parametrize("name", ["loss", "missing"])
+def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, name, capsys):
+    (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['nothing']\n")
+    assert main([f"{tmp_path}/my_loss.py:{name}"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_nan_is_shown():
     assert "nan instead of" in judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).names[-1]
 
