@@ -230,7 +230,7 @@ class GRPOTrainer(RolloutTrainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # The index of a sample brings the KLs back into the order of sampling, because ranks exchange samples.
+        # Other ranks may have computed the KLs of this rank's samples, so all KLs are gathered and sorted by sample.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 

@@ -35,7 +35,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """A row's columns without missing values; `dropped` counts the columns and keys that the conversion loses."""
+    """The columns of a row that have a value; `dropped` counts the columns and keys that the conversion loses."""
 
     def __init__(self, row: dict, dropped: Counter):
         # value == value is False for NaN, which pandas writes for a missing value
