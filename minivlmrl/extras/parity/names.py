@@ -662,9 +662,6 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             s.per_token_logps.exp() * (s.per_token_logps - s.ref_per_token_logps),
         "k3 has the wrong sign of its log-ratio": lambda s: s.x + 2 * (s.ref_per_token_logps - s.per_token_logps),
         "k3 lacks its log-ratio": lambda s: s.x + s.ref_per_token_logps - s.per_token_logps,
-        "the KL is that of the old policy, without gradient": lambda s:
-            torch.expm1(s.ref_per_token_logps - s.old_per_token_logps)
-            - (s.ref_per_token_logps - s.old_per_token_logps),
     },
     of_kl("KL estimate", "grpo", "the KL is rewarded", "rlhf-book: approx_kl1"): {
         "the KL estimator is k1 with the wrong sign": lambda s: s.ref_per_token_logps - s.per_token_logps

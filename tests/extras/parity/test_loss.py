@@ -352,7 +352,6 @@ UNSEEN |= {
     "k3 with a wrong sign": (changed(kl=lambda q: (q.ref - q.logps).exp() + q.ref - q.logps - 1), KL,
         "wrong sign of its log-ratio"),
     "k3 without its log-ratio": (changed(kl=lambda q: (q.ref - q.logps).expm1()), KL, "k3 lacks its log-ratio"),
-    "KL of the old policy": (changed(kl=lambda q: k3(q.ref - q.old)), KL, "the KL is that of the old policy"),
     "sigmoid without a log": (lambda b, o: -(o["beta"] * margins(b)).sigmoid().mean(), DPO, "the log is missing"),
     "exp of the margin": (lambda b, o: (-o["beta"] * margins(b)).exp().mean(), DPO, "the loss is exp"),
     "only chosen answers": (lambda b, o: softplus(-o["beta"] * dpo_sums(b)[:, 0]).mean(), DPO,
