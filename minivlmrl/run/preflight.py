@@ -207,6 +207,9 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
         yield files, "data.files has the rows of all stages"
     names = "rewards", "log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"
     changed = [name for name in names if is_set(name, config)]
+    data = config.data
+    if data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task):  # evaluations use the rewards
+        changed = [name for name in changed if name != "rewards"]
     if changed and not any(trainer.samples_completions for trainer in trainers.values()):
         yield changed, "no stage samples completions"
 

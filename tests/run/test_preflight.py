@@ -221,6 +221,8 @@ def test_options_without_effect_are_reported():
         "data.train_file: no effect, because data.files has the rows of all stages",
         "rewards, log_completions, num_logged_prompts: no effect, because no stage samples completions",
     ]
+    evaluated = notes("--stages=[sft]", "--rewards={accuracy: 1.0}", "--log_completions=5")
+    assert evaluated[-1] == "log_completions: no effect, because no stage samples completions"
     assert notes("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
 

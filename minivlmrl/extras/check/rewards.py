@@ -212,8 +212,8 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
     *others, right_mean = totals
     if right_mean <= others[0]:
         yield (
-            "Right answers do not score higher than empty texts. Check the weights of the rewards, "
-            "and the columns that the rewards read."
+            "Right answers do not score higher than empty texts. Check the weights of the rewards, the columns that "
+            "the rewards read, and data.answer_format, which says how right answers are written."
         )
         return
     best = max(range(len(others)), key=others.__getitem__)

@@ -570,14 +570,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "epsilon_low and epsilon_high are swapped":
             {"epsilon_low": lambda s: s.epsilon_high, "epsilon_high": lambda s: s.epsilon_low},
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
-        "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
-            "epsilon_low": lambda s: -math.expm1(-s.epsilon_low),
-            "epsilon_high": lambda s: math.expm1(s.epsilon_high),
-        },
         "dual clip for positive advantages, too: a ratio counts at least {c}":
             lambda s: s.x.minimum(-s.c * s.advantages * s.weights),
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
+        "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
+            "epsilon_low": lambda s: -math.expm1(-s.epsilon_low),
+            "epsilon_high": lambda s: math.expm1(s.epsilon_high),
+        },
         "ratios are not clipped above": math.inf,
         "ratios are clipped with epsilon_low on both sides": lambda s: s.epsilon_low,
         "epsilon_high is 1 less than configured": lambda s: s.x - 1,
