@@ -143,8 +143,8 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
     """Print which prompt options of --recipe differ from those with which the model was trained."""
     trained = find_recipe(options.model) if options.recipe else None
     values = parse_yaml(trained.read_bytes()) if trained is not None else None
-    data = values.get("data") if isinstance(values, dict) else None
-    names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in (data or {})]
+    data = (values.get("data") if isinstance(values, dict) else None) or {}
+    names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in data]
     changed = [f"data.{name}" for name in names if data[name] != getattr(config.data, name)]
     if changed:
         print(f"{trained}, with which the model was trained, has other values of {', '.join(changed)}", file=sys.stderr)
