@@ -113,9 +113,9 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     evaluations = [values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"]
     if len(evaluations) < 2 or not num_rows:
         return None
-    name = next(iter(evaluations[0]))
-    before, after = evaluations[0][name], evaluations[-1][name]
-    if not (0 <= before <= 1 and 0 <= after <= 1):
+    name = next(iter(evaluations[0]), "")
+    before, after = evaluations[0].get(name), evaluations[-1].get(name)  # None if NaN, or if no row has a solution
+    if before is None or after is None or not (0 <= before <= 1 and 0 <= after <= 1):
         return None
     # A value between 0 and 1 has at most the variance of a binary value with the same mean. One right and one wrong
     # answer are added, because 0 of 30 right answers do not show that the mean is exactly 0.

@@ -58,6 +58,8 @@ def test_a_change_is_compared_with_its_noise(before, after, says):
     summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
     text = report.describe_change(summary, 256)
     assert text.startswith(says) and ("Guessing gives 0.100." in text) == (after < 0.1)
+    missing = {"start": {}, "after_dpo": {"eval/accuracy_sampled": None}}
+    assert report.describe_change(missing, 256) is None and report.describe_change({**results, **missing}, 256) is None
     assert report.describe_change(summary, 0) is None and report.describe_change({"chance": 0.1}, 256) is None
 
 
