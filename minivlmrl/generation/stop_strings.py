@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character: the byte of a as a, and the byte of a space as Ġ (code point 288).
+# Byte-level BPE writes each byte as one character: a printable byte as itself, and a space as "Ġ" (code point 288).
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {

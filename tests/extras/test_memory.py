@@ -111,6 +111,10 @@ def test_the_command(tmp_path, capsys):
         r"at least \S+ s for each step \(rollout .*, train .*, optim", shown
     )
     assert re.search(r"disk: \S+ GB of weights are downloaded to HF_HOME, about 6 GB of wheels", shown)
+    start(["memory", "--model", str(file), "--data.train_file=none.jsonl", "--sampling.max_new_tokens=8"])
+    shown = capsys.readouterr().out
+    assert "The rows were not read, because none.jsonl, data.eval_file or tokenizer.json" in shown
+    assert "e+" not in shown  # 300 GB are not printed as 3e+02 GB
 
 
 @pytest.mark.parametrize(("text", "size"), [

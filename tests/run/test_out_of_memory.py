@@ -163,6 +163,7 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({"adapter.r": 4}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
     ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", 1, "--model.dtype=bfloat16"),
     ({}, "load", 2, "--sharding.enabled=true"),
+    ({"adapter.r": 4}, "load", 2, "--adapter.quantize=nf4"),  # sharding the base of an adapter saves less
 ])  # fmt: skip
 def test_the_option_that_is_named_is_not_set_yet(options, phase, gpus, cure):
     config = RunConfig(model=ModelOptions(dtype="float32"))

@@ -73,7 +73,8 @@ def main(arguments: list[str]):
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(run, find_settings(name))
         if measured is None and run.data.train_file:
-            print(f"The prompts are assumed: {run.data.train_file} or tokenizer.json beside config.json is missing.")
+            missing = f"{run.data.train_file}, data.eval_file or tokenizer.json beside config.json"
+            print(f"The rows were not read, because {missing} is missing; the sizes of the prompts are assumed.")
     for stage in run.stage_names:
         question = MemoryQuestion(run, stage, costs, options.gpus, typical, typical)
         if measured is not None:
