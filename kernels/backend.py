@@ -10,9 +10,9 @@ variable MINIVLMRL_KERNELS selects the path:
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
 Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, in about 10 s, and
-stores the errors on disk. A kernel whose check fails, or whose relative error is above 2 %, is replaced by PyTorch with
-a warning, or raises an error if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST can switch
-off the check:
+stores the errors on disk. If a kernel's check fails, or its relative error is above 2 %, PyTorch replaces the kernel
+and a warning appears. With MINIVLMRL_KERNELS=triton, an error is raised instead. The environment variable
+MINIVLMRL_SELF_TEST can switch off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check

@@ -68,7 +68,6 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
-        # On GPUs before Ampere, PyTorch's fused attention supports float32, but not bfloat16.
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
@@ -118,7 +117,7 @@ class FlashOutput(NamedTuple):
 
 
 def is_before_ampere(device: torch.device) -> bool:
-    """Return True for an NVIDIA GPU with a compute capability below 8.0; its fused kernels do not support bfloat16."""
+    """Return True for an NVIDIA GPU before Ampere, whose fused attention supports float32, but not bfloat16."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 
@@ -171,8 +170,8 @@ def flash_attention_backward(
     computes each attention weight as exp(score - log-sum-exp over all keys).
 
     The gradient of a score is weight * (g . value - g . output), where g is the upstream gradient. If one key has
-    nearly all the attention weight, output and value are nearly equal, so rounding the output to 16 bits makes the
-    gradient inexact.
+    nearly all the attention weight, g . value and g . output are nearly equal. An output rounded to 16 bits then makes
+    the difference inexact.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.

@@ -1,7 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
 GPUs sum the products of a bfloat16 matrix multiplication in float32; float32_matmul returns the sum unrounded. Rounding
-to bfloat16 would change a logit near 20 by up to 0.06, and an attention score near 220, as in Qwen2.5, by up to 0.5.
+to bfloat16 would change a logit near 20 by up to 0.06. Qwen2.5 has attention scores near 220, which rounding would
+change by up to 0.5.
 """
 
 from collections.abc import Iterator

@@ -10,9 +10,9 @@ logit, the sum of the exponentials, and the entropy. The backward pass computes 
 overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
 zero advantage or a clipped ratio.
 
-Blocks of logits fit into the processor's cache: on a CPU a few tokens and the whole vocabulary, in Triton up to 4,096
-tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM head's gradient for only one part
-of the vocabulary at a time.
+A block of logits fits into the processor's cache. On a CPU, a block has a few tokens and the whole vocabulary. In
+Triton, a block has up to 4,096 tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM
+head's gradient for only one part of the vocabulary at a time.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 would round a logit of 20.05 to 20. With
 bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the hidden states and of
@@ -107,8 +107,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # Small matrix products leave a part of the GPU idle, so fewer rows get wider blocks. Blocks of more than 8,192 ids
-    # would need too much memory for the LM head's float32 gradient.
+    # A small matrix product leaves a part of the GPU idle, so blocks with fewer rows are wider. Blocks of more than
+    # 8,192 ids would need too much memory for the LM head's float32 gradient.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -146,7 +146,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # Each token's own id is added, because a tool's tokens were not sampled and have no allowed ids.
+    # A tool's tokens were not sampled and have no allowed ids, so each token's own id is added.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -159,7 +159,7 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which is float32 or float64, in place; both factors may have 16 bits."""
+    """Add a @ b to `total` in place; `total` is float32 or float64, and a and b may have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
@@ -170,7 +170,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`; an item None is skipped."""
+    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`; None skips a gradient."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)

@@ -1,8 +1,8 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) in one pass over the memory.
 
 An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
-share a scale. A block's scale is stored as an 8-bit index into a table of 256 numbers: scale = table[index] *
-group_scale + offset, where 256 blocks share the float32 group_scale. To unpack NF4 weights to bfloat16, the Triton
+share a scale. A block stores an 8-bit index into a table of 256 numbers, and the block's scale is table[index] *
+group_scale + offset. 256 blocks share the float32 number group_scale. To unpack NF4 weights to bfloat16, the Triton
 kernel moves 2.6 bytes per weight, and separate torch operations move 24 bytes.
 """
 

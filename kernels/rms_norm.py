@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm, with torch's fused kernel on a GPU, and with a faster backward pass on a CPU."""
+    """torch.nn.RMSNorm with a faster backward pass on a CPU; a GPU uses torch's fused kernel."""
 
     eps: float  # always a number, although eps in torch.nn.RMSNorm may be None
 

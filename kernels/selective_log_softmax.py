@@ -25,8 +25,7 @@ The Triton kernels compute powers of 2 instead of e, because GPUs have an instru
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
-The difference d' of a logit to the largest logit is at least -126, because -inf would give d' 2^d' = -inf * 0 = NaN. A
-NaN logit stays NaN.
+For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -126. A NaN logit stays NaN.
 """
 
 import math
@@ -216,7 +215,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # A NaN logit makes the saved sum s NaN, and so the gradient, although tl.maximum ignores NaN.
+        # tl.maximum ignores NaN. A NaN logit still makes the gradient NaN, because the saved sum s is NaN.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)

@@ -27,7 +27,7 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token positions of equally long prompts, and of their completions, in the packed sequence.
+    """Find the tokens of equally long prompts and of their completions in the packed sequence.
 
     Args:
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
@@ -114,13 +114,13 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute the attention of completions with two calls to PyTorch's fused kernel, without copies or masks.
 
-    The first kernel call computes attention to the prompts' keys, and the second kernel call causal attention to each
+    The first call computes attention to the prompts' keys. The second call computes causal attention to each
     completion's own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. The backward pass calls PyTorch's fused backward kernel once with the prompts' keys
-    and once with the completions' keys, both times with the attention output and the log-sum-exp for all keys.
+    is the attention to all keys. The backward pass calls PyTorch's fused backward kernel twice: with the prompts' keys,
+    and with the completions' keys. Both calls get the attention output and the log-sum-exp for all keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).

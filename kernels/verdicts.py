@@ -1,9 +1,9 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
-in its process. The check results are stored in Triton's cache folder: one file for each GPU model, driver, version of
-torch and Triton, and kernel source. Only one process on a host runs the checks: all other processes wait for a locked
-file.
+in its process. The check results are stored in Triton's cache folder. Each combination of GPU model, driver, torch
+version, Triton version and kernel source has its own file. Only one process on a host runs the checks: all other
+processes wait for a locked file.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables belong to the setup, because TRITON_PTXAS_PATH, for example, selects the assembler.
+    # Triton's environment variables can change a kernel. TRITON_PTXAS_PATH, for example, selects the assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 

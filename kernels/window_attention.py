@@ -30,12 +30,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# the largest segment that fits into a GPU's registers in 16 bits; float32 attention on a GPU is computed with torch
+# largest segment and head dimension that fit into a GPU's registers in 16 bits. For float32, a GPU uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Segments are sorted by length if attention calls would have fewer than 128 tokens on average. On a CPU, a call takes
-# as long as sorting 128 tokens.
+# On a CPU, an attention call takes as long as sorting 128 tokens. So segments are sorted by length if calls would
+# otherwise have fewer tokens on average.
 TOKENS_PER_CALL = 128
 
 
@@ -200,7 +200,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # 4 warps for 64 rows, because the matrix instruction of Hopper GPUs needs 4 warps.
+            # With 64 rows, the matrix instruction of Hopper GPUs needs 4 warps.
             num_warps=rows // 16,
             num_stages=1,
             # Each launch sets enable_fp_fusion, because later versions of Triton change the default.
