@@ -6,9 +6,10 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations. The default recipe is config.yaml of the run that trained the model; else minivlmrl.yaml beside the
-weights; else recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a whole model or of an
-adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that trained the adapter.
+evaluations. The default recipe is the first of these files that exists: config.yaml of the run that trained the model,
+minivlmrl.yaml beside the weights, or recipes/own_data.yaml with the prompt template {problem}. --model is the folder of
+a model or of an adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that
+trained the adapter.
 """
 
 import argparse
@@ -127,8 +128,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # A recipe from a model's folder must not name a code file, so training rewards, which can be code files, are read
-    # only if data.eval_rewards is not set.
+    # load_config refuses a code file in a recipe from a model's folder. Rewards can be code files, so the training
+    # rewards are read only if data.eval_rewards is not set.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -140,7 +141,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print which prompt options of --recipe differ from those with which the model was trained."""
+    """Print which prompt options had other values when the model was trained."""
     trained = find_recipe(options.model) if options.recipe else None
     values = parse_yaml(trained.read_bytes()) if trained is not None else None
     data = (values.get("data") if isinstance(values, dict) else None) or {}

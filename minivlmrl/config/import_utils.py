@@ -23,7 +23,7 @@ from minivlmrl.errors import PACKAGE, USER_FILES, check_extras, did_you_mean
 
 @functools.cache
 def load_name(target: str) -> Any:
-    """Load the object that a text such as "package.module:name" or "file.py:name" names."""
+    """Load an object by its name, such as "package.module:name" or "file.py:name"."""
     file, _, name = target.rpartition(":")
     return getattr(_load_module(file), name)
 
@@ -78,7 +78,7 @@ def split_options(text: str) -> tuple[str, str]:
 
 
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the object that a text such as "name(option=value)" names, and a dict of the options in the text.
+    """Parse a text such as "name(option=value)"; return the object with this name, and the options as a dict.
 
     Option values are Python literals. Only a name with a colon loads code from outside minivlmrl. config/loading.py
     refuses names with a colon in a recipe from a model's folder.

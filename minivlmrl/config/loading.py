@@ -125,7 +125,7 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a subclass of RunConfig with an additional section for each training stage from a user's file."""
+    """Return a subclass of RunConfig that also has a section for each of the user's own training stages."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -166,8 +166,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A recipe from a model's folder may not pass a quoted text to a function, as in "name(url='...')", because
-            # the text could name a URL, a file or a function.
+            # A recipe from a model's folder must not pass a quoted text to a function. The text, such as url in
+            # "name(url='...')", could name a URL, a file or a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -268,7 +268,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """Return a copy of a nested dict in which the keys of a path, such as ["grpo", "beta"], lead to a new value."""
+    """Return a copy of a nested dict with a new value at a path such as ["grpo", "beta"]."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

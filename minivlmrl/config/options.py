@@ -38,8 +38,7 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype of the forward and backward pass, such as bfloat16; None uses the option `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of the saved weights; None keeps the dtype of the files in `path`, or, for random weights, the option
-    # `dtype`
+    # dtype of the saved weights. None keeps the dtype of the files in `path`; random weights are saved in `dtype`
     save_dtype: Dtype | None = None
     # parts of the model that are not trained; `vision` is the vision tower, but not the merger that projects its output
     freeze: list[Part] = field(default_factory=list)
@@ -60,7 +59,7 @@ class LoRAOptions:
     # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
     # expression for names of layers
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores the frozen weights of the decoder, and of other layers with adapters, in 4 bits per weight (QLoRA)
+    # nf4 stores frozen weights in 4 bits (QLoRA): in the linear layers of the decoder, and in all layers with adapters
     quantize: Literal["nf4"] | None = None
 
 
@@ -120,8 +119,8 @@ class RowOptions:
     # not contain {problem}
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # library that resizes images: pil, or torch as in the fast image processors of transformers; None follows the
-    # processor settings in the model folder
+    # library that resizes images. The fast image processors of transformers use torch. None follows the processor
+    # settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
     # size of images whose row gives no size, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
@@ -218,7 +217,8 @@ class SamplingOptions:
     # penalty for tokens that occur in the prompt or earlier in the completion: positive logits are divided by the
     # penalty, negative logits are multiplied by it
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # texts that end a completion. The completion keeps its stop string, and all characters of its last token
+    # texts that end a completion. The completion keeps the stop string, and the rest of the token in which the stop
+    # string ends
     stop_strings: list[str] = field(default_factory=list)
     # maximum number of tokens in a sampling batch: its prompts, and max_new_tokens for each completion. None samples
     # all prompts in one batch
@@ -259,7 +259,7 @@ class RolloutOptions:
     """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
     # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In bfloat16,
-    # only the root mean square of all tokens' differences is checked, against max_logp_mismatch / 10
+    # single tokens are not checked, but the root mean square of all differences must be at most a tenth of the limit
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers each layer's weights in each forward pass
     gather_weights: bool = True
@@ -287,8 +287,8 @@ class ShardingOptions:
     # number of full copies of the model among all ranks; with one copy per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not per micro-batch, which is faster; each GPU then
-    # needs memory for all weights, and for all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, instead of once per micro-batch. This is faster, but
+    # each GPU needs memory for all weights, and for all gradients in float32
     once_per_step: bool = False
 
 
@@ -309,9 +309,9 @@ class TrainingOptions:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for each option of the dataclass that has no effect because of other options.
+        """Yield (option, reason) for each option that has no effect because of another option.
 
-        A recipe that sets an option without effect is rejected. The options of your own stage can extend the method
+        A recipe that sets such an option is rejected. The options of your own stage can extend the method
         without_effect, for example for an option `warmdown`:
 
             def without_effect(self):
@@ -367,8 +367,8 @@ class GRPOOptions(TrainingOptions):
     # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens,
     # but may be split over several passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling replaces groups whose rewards are all equal by groups of other prompts, and samples at most
-    # max_num_gen_batches prompt batches per step; 1 disables dynamic sampling
+    # dynamic sampling: a group whose rewards are all equal is replaced by a group of another prompt. A step samples at
+    # most max_num_gen_batches batches of prompts; 1 disables dynamic sampling
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
@@ -382,7 +382,7 @@ class GRPOOptions(TrainingOptions):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     # DAPO's penalty for long completions grows over the last N tokens before max_new_tokens; 0 disables the penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
-    # leave completions that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)
+    # exclude from the loss all completions that were cut at max_new_tokens (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
     # policy loss: a name that grpo_loss accepts, or your own function with the arguments of grpo_loss, as file.py:name
@@ -428,8 +428,8 @@ class PPOOptions(TrainingOptions):
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # see grpo.max_tokens_per_micro_batch
-    # the ratio of the new to the old policy is clipped to 1 +- cliprange, and the change of a critic's value to +-
-    # cliprange
+    # the ratio of the new to the old policy is clipped to 1 +- cliprange, and the change of a critic's value is clipped
+    # to +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
     critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: own model
@@ -477,7 +477,7 @@ class RunConfig:
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes the report only when the run ends
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
-    # evaluation metric, such as eval/accuracy_greedy; the folder best/ gets the weights with the metric's best value
+    # evaluation metric, such as eval/accuracy_greedy; the weights of the best evaluation are saved in the folder best/
     best_metric: str | None = None
     # trackers that receive the metrics, or your own function as file.py:name. Your function is called with (config,
     # steps, closing), and returns a function log(values, steps)
@@ -495,7 +495,7 @@ class RunConfig:
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    # rewards of which GRPO and PPO maximize the weighted sum: {name of a reward: weight}, such as {accuracy: 1.0}
+    # GRPO and PPO maximize the weighted sum of these rewards: {name of a reward: weight}, such as {accuracy: 1.0}
     rewards: Weights = field(default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0})
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
@@ -525,9 +525,9 @@ class RunConfig:
     def eval_rewards(self) -> list[RewardName]:
         """The rewards in evaluations: data.eval_rewards or, by default, the training rewards.
 
-        Evaluations list the training rewards by weight, the largest first, and rewards for the format last. Evaluations
-        leave out the reward `reward_model`, because only a trainer computes the scores of a reward model. If
-        `reward_model` is the only training reward, evaluations use the rewards accuracy and format.
+        Training rewards are listed by weight, the largest first, but format rewards always come last. Evaluations leave
+        out the reward `reward_model`, because only a trainer computes the scores of a reward model. If `reward_model`
+        is the only training reward, evaluations use the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards
