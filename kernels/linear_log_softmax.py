@@ -291,7 +291,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes of a block of logits and its gradient in linear_log_softmax on a GPU."""
-    # In Triton, a logit takes 4 bytes; a float32 gradient overwrites the logit, a 16-bit gradient takes 2 more bytes.
+    # In Triton, a logit takes 4 bytes. A float32 gradient overwrites the logit; a 16-bit gradient takes 2 more bytes.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

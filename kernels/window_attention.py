@@ -186,7 +186,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return the padded token count and head dimension: 60 tokens with dimension 80 are padded to (64, 128)."""
-    # GPUs have no matrix instruction for fewer than 16 rows or columns.
+    # tl.dot needs an inner dimension of at least 16, and both sizes are inner dimensions of a product.
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
