@@ -59,8 +59,7 @@ class LoRAOptions:
     # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
     # expression for names of layers
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores frozen weights in 4 bits (QLoRA): in the linear layers of the decoder, and in other layers with
-    # adapters
+    # nf4 stores frozen weights in 4 bits (QLoRA): in linear layers of the decoder, and in other layers with adapters
     quantize: Literal["nf4"] | None = None
 
 
