@@ -63,7 +63,7 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantise a weight to NF4 with two values per byte, and the scales of the weight to 8 bits.
+    """Quantise a weight to NF4, with two values per byte, and quantise the scales to 8 bits.
 
     Returns:
         A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantised scales, and
@@ -116,7 +116,7 @@ def unpack_nf4(
 class NF4Linear(PackedLinear):
     """A frozen linear layer with an NF4 weight.
 
-    In a sharded model, each rank has a shard of the 4-bit values, but all scales.
+    In a sharded model, the 4-bit values are sharded, and each rank has all scales.
     """
 
     packed: nn.Parameter

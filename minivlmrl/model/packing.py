@@ -138,7 +138,7 @@ class Span:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids with -1 for sampled tokens: the policy may sample an image placeholder, which has no image
+    # (n,) token ids, with -1 for sampled tokens, because a sampled image placeholder has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)
@@ -146,7 +146,7 @@ class Span:
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Return tokens and positions of a prompt and its completions, whose positions follow those of the prompt."""
+    """Return the spans of a prompt and its completions; the positions of each completion begin after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)

@@ -207,9 +207,9 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather the adapters on all ranks, and return a function with which one rank writes them to a PEFT folder.
+    """Gather the adapters on all ranks, and return a function that writes the gathered adapters to a PEFT folder.
 
-    The argument base is the base model's folder or repository, which is written to adapter_config.json.
+    One rank calls the function. `base`, the base model's folder or repository, is written to adapter_config.json.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}

@@ -18,10 +18,10 @@ def get_rope_index(
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
-    A text token has the same position in time, height and width, one more than the previous text token. An image's
-    tokens share one time position, and their positions in height and width are their row and column in the merged grid.
-    A video's time steps have time positions in proportion to seconds. After an image or a video, the next text token's
-    position is the largest position in time, height or width, plus one.
+    In text, the three positions of a token are equal, and increase by 1 from token to token. An image's tokens share
+    one time position, and their positions in height and width count the rows and columns of the merged grid. A video's
+    time steps have time positions in proportion to seconds. After an image or a video, the next text token's position
+    is the largest position in time, height or width, plus one.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5

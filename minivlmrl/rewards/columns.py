@@ -52,7 +52,7 @@ def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size 
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # Building the prompt has stored the image's size, so the image file need not be opened again.
+    # The image's size was stored when the prompt was built, so the image file need not be opened again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))

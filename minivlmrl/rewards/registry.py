@@ -103,7 +103,7 @@ class Reward:
 
     @property
     def optional_columns(self) -> set[str]:
-        """Return the columns that the reward function may read: all its parameters."""
+        """Return the columns that the reward function may read: its parameters with and without default values."""
         return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
 
     @property
@@ -119,7 +119,7 @@ class Reward:
         return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy of the reward that fails on all ranks if its function fails on one rank."""
+        """Return a copy for all ranks: if the reward function fails on one rank, all ranks raise RewardFailed."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:

@@ -35,7 +35,7 @@ class Callback:
         """Run code before the first stage of a run, after config.yaml and the log files were created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Run code before a training stage starts, or continues from a checkpoint."""
+        """Run code before a training stage starts or resumes."""
 
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         """Run code in an optimizer step, after sampling the completions and before updating the weights."""

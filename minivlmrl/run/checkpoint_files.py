@@ -1,8 +1,8 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes the rows of the sharded tensors that it stores. A checkpoint saved by two ranks can be loaded by four,
-because each rank reads the rows that it stores from the files of all ranks. Example: a rank that stores rows 128 to 255
-of the tensor policy.lm_head.weight writes the rows with the key "128:policy.lm_head.weight".
+Each rank writes its own rows of each sharded tensor. Four ranks can load a checkpoint that two ranks saved, because
+each rank reads its rows from the files of all ranks. Example: a rank that stores rows 128 to 255 of the tensor
+policy.lm_head.weight writes the rows with the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    Of a file above 64 MiB, only 1,024 evenly spaced blocks are read; training changes values in every block.
+    Training changes values in every block, so 1,024 evenly spaced blocks are enough for a file above 64 MiB.
     """
     for file in files:
         size = file.stat().st_size

@@ -51,7 +51,7 @@ ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return options such as {"grpo.beta": 0.04}, which a checkpoint saves, and a resumed run compares with its own.
+    """Return the options that a checkpoint saves and a resumed run compares, such as {"grpo.beta": 0.04}.
 
     A checkpoint also saves hashes of the data file and of an adapter's base weights, and the number of threads.
     """
@@ -165,7 +165,7 @@ class CheckpointManager:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                # All ranks raise RewardFailed and Preempted together, between two updates of the weights.
+                # RewardFailed and Preempted are always raised on all ranks, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
                 # Reading a row may fail on one of several ranks, but all ranks must save a checkpoint together.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":

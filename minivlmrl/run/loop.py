@@ -101,7 +101,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # The error about earlier results comes last, so that users delete results only for a run that can start.
+    # check_output_dir tells users to delete earlier results, so it comes after all other checks.
     check_output_dir(config)
     return model, processor, datasets
 

@@ -88,24 +88,24 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # Discard times before the first step, such as the time of the test whether a step fits in memory.
+        # Discard times before the first step, such as the time of the memory check.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
 
     def mark(self):
-        """Store the number of lines in each log file, which the next checkpoint saves."""
+        """Store the number of lines in each log file for the next checkpoint."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
     def seconds(self) -> float:
-        """Seconds of training since the stage began, without evaluations."""
+        """Training time of the stage in seconds; the time of evaluations does not count."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        Lines of an evaluation after the last step are left out, because a resumed run evaluates again.
+        Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -190,8 +190,8 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or cut the log of a resumed run back to its checkpoint, and return the number of lines."""
-    # A log file that the checkpoint does not list has num_lines None, and keeps all lines.
+    """Create a log file, or cut a resumed run's log back to its checkpoint; return how many lines the file has."""
+    # If the checkpoint does not list the log file, num_lines is None, and all lines are kept.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []

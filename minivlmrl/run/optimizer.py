@@ -26,8 +26,8 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
-    # The optimizer must get the shards of the weights, but FSDP may still hold full weights after a forward pass.
+    """Build the recipe's optimizer for all parameters that require gradients."""
+    # FSDP may still hold full weights after a forward pass; the optimizer must get the shards instead.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -40,7 +40,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create the optimizer's state by a step with gradients of 0.
+    """Create the optimizer's state by one step in which all gradients are 0.
 
     Load the weights of a checkpoint only after this call: weight decay changes weights even if gradients are 0.
     """
@@ -83,8 +83,8 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
     The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
-    In the warmup, step k has the learning rate of TRL's step k + 1, because TRL begins with 0. After the warmup, the
-    learning rates are TRL's.
+    In the warmup, step k has the learning rate of TRL's step k + 1, because TRL begins with 0. After the warmup,
+    step k has the same learning rate as in TRL.
 
     Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
     the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.

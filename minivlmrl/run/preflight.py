@@ -217,7 +217,7 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding."""
     dtype = DTYPES[config.model.dtype]
-    # No update is lost in adapters, which are float32, or with adamw_8bit, which adds up the rounding errors.
+    # Adapters are float32, and adamw_8bit adds up the rounding errors, so both keep small updates.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

@@ -33,12 +33,12 @@ def report_mistake(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Name the rank that ended or hangs, after a failed collective operation; return "" if all ranks answer."""
+    """After a failed collective operation, describe which rank ended or hangs; return "" if all ranks answer."""
     try:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # torchrun shows the error that is reported first, so the rank that failed gets three seconds to report its own.
+        # torchrun shows the error that is reported first, so wait until the failed rank has reported its own.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -68,7 +68,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # Finding the rank that ended takes seconds, in which SIGTERM from torchrun must not end this rank.
+            # Ignore SIGTERM from torchrun, which would end this rank before lost_ranks returns.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
