@@ -28,7 +28,7 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order."""
+    """Return the 256 values that bitsandbytes' dynamic 8-bit code can represent, in ascending order."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)

@@ -36,7 +36,7 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32, 1 for completion tokens that the policy generated, 0 for tokens from tools or users
     policy_mask: Tensor
-    # (2, K) int64 pairs (index of a completion token, token id that top_k or top_p kept); K is 0 without filters
+    # (2, K) int64 pairs (index of a completion token, token id that top_k or top_p kept); K is 0 if neither is set
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts

@@ -131,7 +131,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the base weights of a model with adapters, by the names of the model without adapters."""
+    """Return the base weights of a model with adapters, by their names in the model without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():

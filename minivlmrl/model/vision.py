@@ -68,7 +68,7 @@ EPS = 1e-6  # epsilon for the norms in the vision tower
 def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
-    Windows of window_size pixels tile each frame from its top left corner; windows at its other edges may be smaller.
+    Windows of window_size pixels tile each frame from the top left; windows at the right and bottom may be smaller.
     Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 

@@ -53,7 +53,7 @@ def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str
     """Return the columns of the data files that the stages, the rewards or the evaluations of a recipe read.
 
     Returns:
-        None if an environment, a stage in a file, or a reward with the argument **columns may read any column.
+        None if an environment, a stage from outside minivlmrl, or a reward with **columns may read any column.
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [*(training_rewards(run) if is_scored else []), *(held_out_rewards(run) if run.data.eval_file else [])]

@@ -148,7 +148,7 @@ def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Print the device, the number of ranks and the kernels, after testing the kernels on a GPU."""
+    """Test the kernels on a GPU, and print the device, the number of ranks and the kernels."""
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]

@@ -149,7 +149,7 @@ class Results:
         return values
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json, and then the weights, which may fill the disk."""
+        """Write summary.json before the weights, because saving the weights may fill the disk."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
