@@ -122,4 +122,4 @@ def datasets(
     return training, rows("test", range(min(data.eval_rows, len(read_split(Path(folder), "test")[1]))))
 
 
-TASK = Task(datasets, tokenizer, 1 / len(LABELS), "chance")
+TASK = Task(datasets, tokenizer, 1 / len(LABELS))

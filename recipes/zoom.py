@@ -214,7 +214,7 @@ def task(**options) -> Task:
         }
         return training, Stripes(data.eval_rows, "eval", **options)
 
-    return Task(datasets, tokenizer, chance=1 / len(LABELS), chance_name="chance")
+    return Task(datasets, tokenizer, chance=1 / len(LABELS))
 
 
 TASK = task(informed=0.1)

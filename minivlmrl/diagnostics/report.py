@@ -13,6 +13,7 @@ from minivlmrl.errors import error_context
 from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import (
     EVALUATIONS,
     METRICS,
@@ -106,31 +107,26 @@ def collect_run(folder: Path) -> dict:
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Say whether the first metric of the held-out rows has changed by more than two standard errors.
+    """Say after which stages the first metric of the held-out rows has changed by more than noise.
 
-    If the task has an accuracy of guessing, also say if the metric is not above it.
+    If the accuracy of guessing is known, also say if the metric is not above it.
     """
-    evaluations = [values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"]
-    if len(evaluations) < 2 or not num_rows:
+    evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
+    name = next(iter(next(iter(evaluations.values()), {})), "")
+    values = [row.get(name) for row in evaluations.values()]  # None if NaN, or if no row has a solution
+    if len(values) < 2 or not num_rows or not all(value is not None and 0 <= value <= 1 for value in values):
         return None
-    name = next(iter(evaluations[0]), "")
-    before, after = evaluations[0].get(name), evaluations[-1].get(name)  # None if NaN, or if no row has a solution
-    if before is None or after is None or not (0 <= before <= 1 and 0 <= after <= 1):
-        return None
-    # A value between 0 and 1 has at most the variance of a binary value with the same mean. One right and one wrong
-    # answer are added, because 0 of 30 right answers do not show that the mean is exactly 0.
-    means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
-    noise = 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
-    change = "has risen" if after > before else "has fallen"
-    if abs(after - before) <= noise:
-        change = "has not changed by more than noise"
+    parts = [f"{values[0]:.3f} at the start"]
+    for when, before, after in zip([*evaluations][1:], values, values[1:], strict=False):
+        change = "risen" if after > before else "fallen"
+        if abs(after - before) <= noise(before, after, num_rows):
+            change = "no change beyond noise"
+        parts.append(f"{after:.3f} {when.replace('_', ' ')} ({change})")
+    text = f"{short_names([name])[0].removeprefix('eval/')} on {num_rows} held-out rows: {', '.join(parts)}."
     chance = summary.get("chance")
-    guessing = f" Guessing gives {chance:.3f}." if chance is not None and after <= chance else ""
-    name = short_names([name])[0].removeprefix("eval/")
-    return (
-        f"{name} {change}: {before:.3f} at the start, {after:.3f} at the end on {num_rows} held-out rows. A difference "
-        f"of up to {noise:.3f} can be noise.{guessing}"
-    )
+    if chance is not None and values[-1] <= chance + noise(chance, chance, num_rows) / math.sqrt(2):
+        text += f" Guessing gives {chance:.3f}, and the difference from the last value can be noise."
+    return text
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
@@ -34,7 +35,7 @@ class TrainingWarnings(Callback):
         self.log = log
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        self.rules = WarningRules(trainer, optimizer)
+        self.rules = WarningRules(trainer, optimizer, next(reversed(state.results.values()), {}))
         if state.step and "warnings" in state.logs:
             self.rules.restore(state.logs["warnings"])
 
@@ -45,7 +46,8 @@ class TrainingWarnings(Callback):
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         if self.log.world.is_main and steps_done:
-            for warning in self.rules.memorised(self.log.evaluated):
+            evaluated = self.log.evaluated
+            for warning in (*self.rules.memorised(evaluated), *self.rules.unlearned(evaluated, num_rows)):
                 self.log.warn(stage, steps_done - 1, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
@@ -53,11 +55,19 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """Rules that turn the metrics of the last 10 steps into warnings."""
+    """Rules that turn the metrics of the last 10 steps into warnings.
 
-    def __init__(self, trainer: Trainer, optimizer: Optimizer):
+    Args:
+        evaluated: metrics of the last evaluation before the stage.
+    """
+
+    def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
+        self.evaluated = evaluated
+        self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
+        if "sft" in self.run.stage_names:
+            self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
@@ -94,6 +104,20 @@ class WarningRules:
                     "held-out rows. If the held-out rows are not harder, the model learns the training rows by heart; "
                     "use more rows, or fewer steps in each stage."
                 )
+
+    def unlearned(self, evaluation: dict[str, float], num_rows: int) -> Iterator[str]:
+        """Yield a warning if a reward on the held-out rows is far lower than before the stage."""
+        falls = []
+        for name, before in self.evaluated.items():
+            after = evaluation.get(name, before)
+            is_reward = name.endswith(("_sampled", "_greedy")) and 0 <= after <= before <= 1
+            if is_reward and before - after > max(FALLEN, noise(before, after, num_rows)):
+                falls.append((before - after, f"{name} has fallen from {before:.3g} to {after:.3g}"))
+        if falls:
+            cure = f"Lower {self.trainer.stage}.learning_rate"
+            if self.trainer.stage == "dpo":
+                cure += ", or keep the chosen answers likely with --dpo.loss_type=[sigmoid,sft]"
+            yield f"{max(falls)[1]} in this stage. {cure}."
 
     def state(self) -> str:
         """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
@@ -140,8 +164,8 @@ class WarningRules:
             yield (
                 name,
                 f"Reward {name} is 0 for all completions. Compare completions.jsonl with what the reward expects. A "
-                "model that never writes such an answer needs a better data.prompt_template, or demonstrations first "
-                "(--stages=[sft,grpo]).",
+                "model that never writes such an answer needs a better data.prompt_template, or "
+                f"{self.demonstrations}.",
             )
         yield from self.unwanted_completions()
         yield from self.majority_baseline()
@@ -162,8 +186,8 @@ class WarningRules:
             yield (
                 "constant",
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
-                "what these reward functions expect. A model that never writes such an answer needs demonstrations "
-                "first (--stages=[sft,grpo], with a higher sft.learning_rate if they did not help).",
+                "what these reward functions expect. A model that never writes such an answer needs "
+                f"{self.demonstrations}.",
             )
         elif self.always("frac_reward_zero_std", lambda share: share == 1):
             yield (
@@ -212,7 +236,7 @@ class WarningRules:
                     f"blind {reward.name}",
                     f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} ({mean:.3g}) is no better "
                     f"than always answering {solution!r:.80} ({baseline:.3g}). Check that each solution belongs to its "
-                    "row, or train the stage sft first.",
+                    f"row; if it does, the model needs {self.demonstrations}.",
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:

@@ -76,6 +76,14 @@ def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[s
     return values
 
 
+def noise(before: float, after: float, num_rows: int) -> float:
+    """Return how far two means of values from 0 to 1 may differ by chance: two standard errors of the difference."""
+    # A value between 0 and 1 has at most the variance of a binary value with the same mean. One right and one wrong
+    # answer are added, because 0 of 30 right answers do not show that the mean is exactly 0.
+    means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
+    return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
+
+
 def check_best_metric(config: RunConfig):
     """Raise ValueError if the option best_metric does not name an evaluation metric."""
     rewards = config.eval_rewards

@@ -139,7 +139,7 @@ class MetricsLog(ExitStack):
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
         """Append a warning to warnings.jsonl, and print the warning with the number of completed steps."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
-        tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
+        tqdm.write(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
         """Advance the progress bar; if stderr is not a terminal, print a line per step instead."""

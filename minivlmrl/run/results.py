@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,21 +149,29 @@ class Results:
         values.pop("eval/loss", None)
         return values
 
+    def chance(self) -> float | None:
+        """Return the accuracy of guessing without seeing the image, or None if the first metric is no accuracy.
+
+        Without a task, the best guess is the most frequent solution of the held-out rows.
+        """
+        if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
+            return None
+        if self.config.data.task:
+            return get_task(self.config.data.task).chance
+        solutions = [row.columns.get("solution") for row in self.held_out]
+        counts = Counter(str(solution) for solution in solutions if solution is not None)
+        return max(counts.values()) / counts.total() if counts else None
+
     def write(self, trainer: Trainer | None = None):
         """Write summary.json before the weights, because saving the weights may fill the disk."""
         if self.world.is_main:
-            name = self.config.data.task
-            task = get_task(name) if name else None
-            chance = task.chance if task else None
+            chance = self.chance()
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # In a table of training rewards, only `accuracy` is compared with the accuracy of guessing.
-            if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
-                chance = None
             if results:
                 num_rows = len(self.held_out) if self.held_out is not None else 0
-                print_table(results, num_rows, chance, task.chance_name if task else "")
+                print_table(results, num_rows, chance)
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
         if trainer is not None:
@@ -178,9 +187,9 @@ class Results:
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
 
-def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
+def print_table(results: dict, num_rows: int, chance: float | None):
     """Print the metrics of each evaluation as a table, with the accuracy of guessing in the first row."""
-    first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
+    first_width = max(12, *(len(name) + 1 for name in results))
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
     names = [name.removeprefix("eval/") for name in short_names(columns)]
     widths = {column: max(9, len(name) + 2) for column, name in zip(columns, names, strict=True)}
@@ -189,7 +198,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     if chance is not None:
         # The first two columns, the sampled and the greedy accuracy, also show the accuracy of guessing.
         first_two = list(widths.values())[:2]
-        print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
+        print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():
         line = f"{name.replace('_', ' '):<{first_width}}"
         for column, width in widths.items():

@@ -21,7 +21,6 @@ class Task:
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
     chance: float  # accuracy of guessing without seeing the image
-    chance_name: str  # label for that accuracy in tables
 
 
 # {name of a task: the Task, or its place as "module:NAME"}; a script may add tasks

@@ -137,4 +137,4 @@ def datasets(
     return training, rows(data.eval_rows, "eval")
 
 
-TASK = Task(datasets, tokenizer, CHANCE, "chance")
+TASK = Task(datasets, tokenizer, CHANCE)

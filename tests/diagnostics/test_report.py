@@ -43,21 +43,24 @@ def test_healthy_values_are_those_of_the_documentation():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "says"),
+    ("values", "says", "guesses"),
     [
-        (0.4, 0.93, "accuracy_sampled has risen: 0.400 at the start, 0.930 at the end on 256 held-out rows"),
-        (0.5, 0.4, "accuracy_sampled has fallen"),
-        (0.5, 0.56, "accuracy_sampled has not changed by more than noise"),  # 2 standard errors are 0.088
-        (0.0, 0.015, "accuracy_sampled has not changed by more than noise"),  # 4 of 256 right answers
-        (0.0, 0.08, "accuracy_sampled has risen"),
+        ((0.4, 0.93), "0.400 at the start, 0.930 after sft (risen).", False),
+        ((0.0, 0.5, 0.4), "0.000 at the start, 0.500 after sft (risen), 0.400 after grpo (fallen).", False),
+        ((0.5, 0.56), "0.500 at the start, 0.560 after sft (no change beyond noise).", False),  # noise: 0.088
+        ((0.0, 0.015), "0.000 at the start, 0.015 after sft (no change beyond noise).", True),  # 4 of 256 right answers
+        ((0.0, 0.13), "0.000 at the start, 0.130 after sft (risen).", True),  # 2 standard errors of guessing: 0.038
+        ((0.0, 0.14), "0.000 at the start, 0.140 after sft (risen).", False),
     ],
-    ids=["risen", "fallen", "noise", "near 0", "by guessing"],
+    ids=["risen", "fallen", "noise", "near 0", "by guessing", "more than guessing"],
 )
-def test_a_change_is_compared_with_its_noise(before, after, says):
-    results = {name: {"eval/accuracy_sampled": value} for name, value in [("start", before), ("after_grpo", after)]}
+def test_each_stage_is_compared_with_noise_and_with_guessing(values, says, guesses):
+    names = ["start", "after_sft", "after_grpo"][: len(values)]
+    results = {name: {"eval/accuracy_sampled": value} for name, value in zip(names, values, strict=True)}
     summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
     text = report.describe_change(summary, 256)
-    assert text.startswith(says) and ("Guessing gives 0.100." in text) == (after < 0.1)
+    assert text.startswith(f"accuracy_sampled on 256 held-out rows: {says}")
+    assert (" Guessing gives 0.100, and the difference from the last value can be noise." in text) == guesses
     missing = {"start": {}, "after_dpo": {"eval/accuracy_sampled": None}}
     assert report.describe_change(missing, 256) is None and report.describe_change({**results, **missing}, 256) is None
     assert report.describe_change(summary, 0) is None and report.describe_change({"chance": 0.1}, 256) is None

@@ -37,14 +37,14 @@ def groups_of(*solutions):
     return [[SimpleNamespace(row=SimpleNamespace(columns={"solution": solution}))] for solution in solutions]
 
 
-def make_rules(temperature=1.0, model=None, state=()):
+def make_rules(temperature=1.0, model=None, state=(), stage="grpo", stages=("grpo",), evaluated=()):
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
-    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
+    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0}, stages=[*stages])
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
-    trainer = SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained)
+    trainer = SimpleNamespace(stage=stage, run=run, policy=policy, trained=trained)
     trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample consists of its rewards only
-    return WarningRules(trainer, SimpleNamespace(state=state))
+    return WarningRules(trainer, SimpleNamespace(state=state), dict(evaluated))
 
 
 def test_a_reward_that_falls_is_reported_once():
@@ -88,6 +88,31 @@ def test_rows_that_are_learned_by_heart_are_reported(steps, values, count):
     found = [*rules.memorised(dict(zip(HELD_OUT, values, strict=False)) | {"eval/format_sampled": 0.9})]
     says = "The mean of reward accuracy is 0.5 on training rows, but only 0.19 on held-out rows. If "
     assert [text.startswith(says) for text in found] == [True] * count
+
+
+@pytest.mark.parametrize(("stage", "before", "after", "rows", "says"), [
+    ("dpo", 0.98, 0.63, 60, "has fallen from 0.98 to 0.63 in this stage. Lower dpo.learning_rate, or keep the chosen"),
+    ("grpo", 0.98, 0.63, 60, "has fallen from 0.98 to 0.63 in this stage. Lower grpo.learning_rate."),
+    ("grpo", 0.5, 0.35, 1000, None), ("grpo", 0.5, 0.25, 20, None), ("grpo", 0.3, 0.9, 60, None),
+    ("grpo", 9, 0, 60, None),
+], ids=["dpo", "grpo", "a small fall", "noise", "a rise", "no share"])  # fmt: skip
+def test_held_out_rows_that_the_model_forgets_are_reported(stage, before, after, rows, says):
+    """The sampled accuracy falls less than the greedy accuracy, and the pair accuracy is no reward."""
+    names = *HELD_OUT, "eval/pair_accuracy"
+    rules = make_rules(stage=stage, evaluated=zip(names, (before - 0.1, before, 1.0), strict=True))
+    found = [*rules.unlearned(dict(zip(names, (after, after, 0.0), strict=True)), rows)]
+    assert [text.startswith(f"eval/accuracy_greedy {says}") for text in found] == [True] * bool(says)
+
+
+@pytest.mark.parametrize(("stages", "cure"), [
+    (["ppo"], "demonstrations first (--stages=[sft,ppo])"),
+    (["sft", "ppo"], "more demonstrations (a larger sft.max_steps)"),
+], ids=["without sft", "after sft"])  # fmt: skip
+def test_the_advice_knows_whether_there_were_demonstrations(stages, cure):
+    rules = make_rules(stage="ppo", stages=stages)
+    for change in (SAME, {"rewards/accuracy/mean": 0.0}):
+        said = [text for _ in range(WINDOW) for text in rules.step(HEALTHY | change)]
+        assert len(said) == 1 and said[0].endswith(f"{cure}.")
 
 
 def test_a_run_without_rewards_gets_no_warning_about_rewards():

@@ -9,6 +9,7 @@ import torch
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.rows import Row
 from minivlmrl.diagnostics.report import collect_run
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
@@ -187,3 +188,12 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         assert main(["memory", "--model", str(tmp_path / kind)]) == 0
         answers[kind] += capsys.readouterr().out.partition(":")[2].encode()
     assert answers["merged"] == answers["adapter"]
+
+
+@pytest.mark.parametrize(("solutions", "options", "chance"), [
+    (["left", "left", "right", None], (), 2 / 3), ([None], (), None),
+    (["left"], ("--data.eval_rewards=[format, accuracy]",), None),
+], ids=["the most frequent solution", "no solutions", "another reward"])  # fmt: skip
+def test_the_chance_of_rows_without_a_task(results, solutions, options, chance):
+    found = results("--data.task=null", *options, held_out=[Row([], [], columns={"solution": x}) for x in solutions])
+    assert found.chance() == chance
