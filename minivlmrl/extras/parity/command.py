@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = p.parse_args(arguments)
     if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):
         p.error("give a target, or --project and --path")
+    if options.target and options.target.endswith(".py"):
+        p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")
     if options.json and (options.project or ":" in options.target):
         p.error("--json prints the report about a recorded step, not about a loss")
     limit = {} if options.seconds is None else {"seconds": options.seconds}

@@ -150,6 +150,17 @@ class Combination:
         return best
 
 
+def alternatives(first: Cause, others: list[Cause]) -> list[str]:
+    """Return the texts of other bugs, without those that only add a bug to an earlier one."""
+    seen, texts = [{*first.says.split("; and ")}], []
+    for other in others:
+        parts = {*other.says.split("; and ")}
+        if not any(earlier <= parts for earlier in seen):
+            seen.append(parts)
+            texts.append(other.says)
+    return texts
+
+
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Return the kind of each bug that was found, "mistake" or "design", and the lines to print."""
     parts, why = [], "no known mistake or design does"
@@ -160,7 +171,7 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
     lines = []
     for first, *others in parts:
         lines.append(f"{first.kind}: {first.says}")
-        lines += [f"  or: {other.says}" for other in others[: TIED - 1]]
+        lines += [f"  or: {text}" for text in alternatives(first, others)[: TIED - 1]]
         lines.append(f"  effect: {first.of.effect}")
         lines += [f"  done by: {first.of.who}"] * bool(first.of.who)
     if not parts:

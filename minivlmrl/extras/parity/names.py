@@ -220,11 +220,11 @@ BY_TOKEN = {
     "has half of its gradient": lambda s: (s.x + s.x.detach()) / 2,
 }
 OF_RATIOS = {
-    "gives a ratio that is the mean of the ratios in its row": lambda s: (
+    "is the arithmetic instead of the geometric mean of the ratios in its row": lambda s: (
         (row_mean(s.x.exp(), s.mask) + (s.mask.sum(1, keepdim=True) == 0)).log() + 0 * s.x
     ),
-    "gives a ratio that is at most {c}": lambda s: s.x.clamp(max=math.log(s.c)),
-    "gives a ratio that is only the policy's probability": lambda s: s.old_per_token_logps + s.x,
+    "is at most {c}": lambda s: s.x.clamp(max=math.log(s.c)),
+    "is only the policy's probability": lambda s: s.old_per_token_logps + s.x,
 }
 OF_ANSWERS = {
     "is divided by the answer's length": lambda s: s.x / s.answer_lengths,
@@ -236,6 +236,7 @@ OF_ANSWERS = {
     "is left out for the rejected answer": lambda s: s.x * torch.tensor([1.0, 0.0]),
     "is left out for the chosen answer": lambda s: s.x * torch.tensor([0.0, 1.0]),
     "has the wrong sign for the rejected answer": lambda s: s.x * torch.tensor([1.0, -1.0]),
+    "has the wrong sign for the chosen answer": lambda s: s.x * torch.tensor([-1.0, 1.0]),
 }
 IN_A_LIST = {
     "twice": lambda s: s.x + s.x,
@@ -529,8 +530,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the log of the ratio is clamped to -{c} and {c}": lambda s: s.x.log().clamp(-s.c, s.c).exp(),
         "the log of the ratio is at most {c}": lambda s: s.x.log().clamp(max=s.c).exp(),
     },
-    Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): {
-        **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN, OF_RATIOS),
+    Quantity("log-ratio", "grpo", "off-policy tokens have other weights", "GSPO eq. 7", needs="old_per_token_logps"): {
+        **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
+        **having("the ratio", OF_RATIOS),
         "the log of the ratio is averaged over {}": {
             "log-ratio": spans(lambda s: total_by(s.x * span_shares(s), s.region)),
             "importance_sampling_level": "token",
@@ -623,8 +625,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the KL estimator is {}", "k1", "k2"
     ),
     of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is biased off-policy", "TRL up to 1.9, PR 6594",
-        who="most projects; TRL: use_bias_correction_kl"):
-        {"the KL is not weighted with the ratio": False, "the KL is weighted with the ratio": True},
+        who="most projects"): {"the KL is not weighted with the ratio": False},
+    of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is unbiased off-policy", "TRL up to 1.9, PR 6594",
+        who="DeepSeek-V3.2; TRL: use_bias_correction_kl"): {"the KL is weighted with the ratio": True},
     of_kl("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594"): {
         "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
         "the KL estimator is k2, and the ratio that weights it is not detached":
@@ -710,6 +713,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("log-ratio", "dpo", "the objective is different", "DPO eq. 7"): having(
         "the log ratio of an answer", LINEAR, NONLINEAR, OF_ANSWERS
+    ),
+    Quantity("summed reference", "dpo", "pairs are weighted wrongly", "DPO eq. 7"): having(
+        "the reference's log-probability", OF_ANSWERS
     ),
     Quantity("pair loss", "dpo", "pairs that are far from learned get a small gradient", "DPO eq. 7"): {
         "the log is missing, so the loss is -sigmoid": lambda s: -s.margins.sigmoid().mean(),

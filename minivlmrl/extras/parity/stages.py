@@ -396,7 +396,9 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         own_logps = inputs(logps, mask, inside)[number][index]
         sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
     ref_logps, policy_logps = sums
-    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=mask[index].sum(-1), options=options)
+    lengths = mask[index].sum(-1)
+    ref_logps = change("summed reference", ref_logps, answer_lengths=lengths)
+    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=lengths, options=options)
     value, _ = dpo_loss(
         own_logps,
         mask[index],

@@ -57,6 +57,9 @@ def test_the_command_takes_a_target_or_a_project(capsys):
     with pytest.raises(SystemExit):
         main(["my_loss.py:my_loss", "--json"])
     assert "--json prints the report about a recorded step" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["my_loss.py"])
+    assert "my_loss.py is a file; name its function, too: my_loss.py:FUNCTION" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PROJECTS)

@@ -12,6 +12,7 @@ from torch.nn.functional import pad, softplus
 
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.loss import call, cases, check, distance, judge
+from minivlmrl.extras.parity.loss_search import alternatives
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
 from tests.helpers.links import ROOT
@@ -259,6 +260,17 @@ def dpo_of(change=lambda z, _: z):
     return loss
 
 
+def dpo_with_reference(*signs):
+    """Return a DPO loss whose reference has these signs for the chosen and the rejected answer."""
+
+    def loss(batch, options):
+        policy, reference = ((batch[f"{name}per_token_logps"] * batch["mask"]).sum(-1) for name in ("", "ref_"))
+        log_ratio = policy - reference * torch.tensor(signs)
+        return softplus(-options["beta"] * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
+
+    return loss
+
+
 def aot_in_order(batch, options):
     """Compute AOT without sorting the pairs."""
     sums, smoothing = dpo_sums(batch), options["label_smoothing"]
@@ -333,7 +345,8 @@ UNSEEN |= {
     "mean over each column": (changed(loss=lambda q: row_mean(q.terms.T, q.mask.T)), PLAIN, "the rows of each column"),
     "GSPO with the mean of ratios": (
         changed(ratio=lambda q: ((q.logps - q.old).exp() * q.mask).sum(1, keepdim=True)
-                / q.mask.sum(1, keepdim=True).clamp(min=1)), GSPO, "the mean of the ratios in its row"),
+                / q.mask.sum(1, keepdim=True).clamp(min=1)), GSPO,
+        "the ratio is the arithmetic instead of the geometric mean of the ratios in its row"),
     "SFT without the first token": (
         lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
         {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
@@ -365,6 +378,11 @@ UNSEEN |= {
     "a mask that is changed in place": (lambda b, o: usual(b, o, mask=lambda q: b["mask"].fill_(1)), PLAIN,
         "padding is counted"),
 }  # fmt: skip
+UNSEEN |= {
+    f"a reference with the wrong sign for the {name} answer": (
+        dpo_with_reference(*signs), DPO, f"the reference's log-probability has the wrong sign for the {name} answer")
+    for name, signs in {"chosen": (-1, 1), "rejected": (1, -1)}.items()
+}  # fmt: skip
 QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
 
 
@@ -378,6 +396,11 @@ def test_a_mistake_or_a_design_is_named(name):
     expected = [text for text in re.split("; (?!and )", says) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
+
+
+def test_a_bug_that_is_enough_alone_is_not_combined_with_another():
+    first, *others = (SimpleNamespace(says=says) for says in ("a", "a; and b", "c; and b", "b; and c", "c; and d", "e"))
+    assert alternatives(first, others) == ["c; and b", "c; and d", "e"]
 
 
 def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
