@@ -37,7 +37,7 @@ class Processor:
     # format of completions, such as "tags", which tells where the answer is; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # token ids besides <|im_end|> that end a completion, from generation_config.json and sampling.stop_token_ids
+    # token ids besides those of ENDS that end a completion, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 

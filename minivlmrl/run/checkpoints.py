@@ -45,15 +45,17 @@ COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows a batch has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# keys under which run.json stores hashes: of an adapter's base weights, and of the data file
+# keys under which run.json stores hashes: of an adapter's base weights, of the data file and of each file of code
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
+CODE = "code in "
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return the options that a checkpoint saves and a resumed run compares, such as {"grpo.beta": 0.04}.
 
-    A checkpoint also saves hashes of the data file and of an adapter's base weights, and the number of threads.
+    A checkpoint also saves hashes of the data file, of files with code and of an adapter's base weights, and the number
+    of threads.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -67,6 +69,9 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
         values[BASE] = digest(sampled_blocks(files))
     if config.data.train_file:
         values[ROWS] = _checksum(Path(config.data.train_file))
+    for file in map(Path, re.findall(r'(/[^"]+?\.py):', json_text(values))):  # as in "/home/me/my_rewards.py:mentions"
+        if file.is_file():
+            values[f"{CODE}{file}"] = digest([file])
     return parse_json(json_text(values))
 
 
@@ -164,15 +169,16 @@ class CheckpointManager:
         try:
             yield
         except Exception as error:
-            if progress.steps and self.stage:  # a stage has begun since the resume
+            has_stepped = progress.steps and self.stage  # a stage has begun since the resume
+            if has_stepped or isinstance(error, Preempted):
                 # RewardFailed and Preempted are always raised on all ranks, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
                 # Reading a row may fail on one of several ranks, but all ranks must save a checkpoint together.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
-                if self.can_save and is_between:
+                if has_stepped and self.can_save and is_between:
                     folder = self.ensure_saved(progress, log)
-                    error.add_note(f"the steps before this are saved in {folder}: continue with --resume=auto")
+                    error.add_note(f"saved after step {progress.steps} in {folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):
                     error.add_note(f"--resume=auto continues from {older[-1]}")
                 else:
@@ -217,7 +223,9 @@ class CheckpointManager:
         for name in sorted(progress.recipe.keys() | recipe.keys()):
             old_value = progress.recipe.get(name)
             new_value = recipe.get(name)
-            if old_value == new_value:
+            is_code = name.startswith(CODE)
+            # The recipe has another option if it names a file of code that it did not name before.
+            if old_value == new_value or (is_code and None in (old_value, new_value)):
                 continue
             if name in (BASE, "adapter.quantize"):
                 raise ValueError(
@@ -225,6 +233,8 @@ class CheckpointManager:
                     "was saved; restore the earlier weights (model.path) and adapter.quantize"
                 )
             change = f"{name} was {old_value!r:.80} and is now {new_value!r:.80}"
+            if is_code or name == ROWS:  # the values are hashes
+                change = f"changed since {self.resumed} was saved: {name}"
             is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
             if name in draw_sizes or (same_rows and is_about_rows):
                 raise ValueError(

@@ -469,6 +469,30 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
 
 
+def test_changed_code_is_reported(recipe, tmp_path, monkeypatch, capsys):
+    code = tmp_path / "my_rewards.py"
+    code.write_text("def count(completions, **columns):\n    return [float(len(x)) for x in completions]\n")
+    options = [f"--rewards={{'{code}:count': 1.0}}", "--checkpoint_steps=1", "--data.eval_rows=0"]
+    resume(recipe, tmp_path / "run", *options)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
+    capsys.readouterr()
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    assert "changed since" not in capsys.readouterr().out
+    code.write_text(code.read_text().replace("float(", "-float("))
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    assert f"000003 was saved: code in {code}\n" in capsys.readouterr().out
+
+
+def test_a_run_that_stops_before_its_first_step_says_that_nothing_is_saved(recipe, tmp_path, monkeypatch, capsys):
+    def stop(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        arguments[4].signals.stop_if_preempted()
+
+    monkeypatch.setattr(loop, "train_stage", stop)
+    assert resume(recipe, tmp_path / "run") == PREEMPTED
+    assert "preempted: no checkpoint was saved yet: start the run again\n" in capsys.readouterr().out
+
+
 def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
     """A checkpoint is saved every third step over all stages, and at the end of each stage."""
     options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3"]
@@ -528,6 +552,6 @@ def test_the_steps_before_a_damaged_image_are_saved(run, plain, rows, tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl:6: .*5\.png") as caught:
         run(*options)
     [folder] = (tmp_path / "run" / "states").iterdir()
-    assert f"the steps before this are saved in {folder}" in "".join(caught.value.__notes__)
+    assert f"saved after step 5 in {folder}" in "".join(caught.value.__notes__)
     damaged.write_bytes(whole)
     run(*options, "--resume=auto")

@@ -97,6 +97,6 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     assert process.returncode != 0
     [state] = (tmp_path / "run" / "states").glob("0*")
     assert (state / "complete.json").is_file()
-    assert f"preempted: the steps before this are saved in {state}: continue" in out, errors[-3000:]
+    assert f" in {state}: continue with --resume=auto" in out, errors[-3000:]
     assert f"{number.name}: the run stops as soon as possible, and saves a checkpoint" in errors
     assert "KeyboardInterrupt" not in errors

@@ -185,7 +185,9 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Check that the answers in the training data of a stage end with a stop token."""
     rows = sample_rows(all_rows)
-    stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
+    stop_ids = config.sampling.stop_token_ids
+    if stop_ids is None:
+        stop_ids = processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
     samples_later = any(find_class(stage).samples_completions for stage in config.stages)
     for name in names:
