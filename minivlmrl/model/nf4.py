@@ -97,7 +97,7 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # 4096 NF4 blocks fit into a CPU's cache; unpacking all blocks at once takes 3 times as long.
+    # Unpack 4096 blocks at a time, which fit into a CPU's cache; all blocks at once take 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values for each byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -125,7 +125,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # A memory estimate packs thousands of expert weights of equal shape, so the packed shapes are cached.
+        # A memory estimate packs thousands of meta tensors of equal shape, so the packed shapes are cached.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:

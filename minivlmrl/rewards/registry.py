@@ -60,7 +60,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # A reward function may call another one with prompts that have already been converted.
+    # If one reward function calls another, the prompts are already converted.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -82,7 +82,7 @@ class RewardLog:
 
 
 class RewardFailed(ValueError):
-    """A reward function failed; all ranks raise the error, so that they can save a checkpoint."""
+    """A reward function failed; all ranks raise this error, so that they save a checkpoint together."""
 
 
 @dataclass(eq=False)

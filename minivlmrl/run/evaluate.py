@@ -108,7 +108,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# {ending of a metric, as in eval/accuracy_gray_image: function that replaces the images of a row}
+# {ending of a metric's name: function that replaces the images of a row}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -123,7 +123,7 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield a list of results for each batch of rows.
 
-    The ranks share the rows of a batch, but each rank yields the results of all rows.
+    The rows of a batch are divided among the ranks, but each rank yields the results of all rows.
 
     Args:
         key: first part of the key that seeds the sampling for a row; the row's index is the second part.

@@ -129,7 +129,7 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # The last step's checkpoint is already saved, so a run that is killed in an evaluation loses no step.
+            # A due checkpoint is saved before the evaluation, so a run that is killed in the evaluation loses no step.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)

@@ -1,6 +1,6 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-Two runs of the same recipe with the same seed write the same file metrics.jsonl. Times and peak memory, which differ
+Two runs of the same recipe with the same seed write equal metrics.jsonl files. Times and peak memory, which differ
 from run to run, are written to timings.jsonl.
 """
 
@@ -37,7 +37,7 @@ FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
 # {metric: function that combines the values of micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# (metrics, number of tokens or pairs over which the metrics are means)
+# (mean metrics, number of tokens or pairs that were averaged)
 Means = tuple[dict[str, float], float]
 
 

@@ -42,7 +42,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer's state by one step in which all gradients are 0.
 
-    Load the weights of a checkpoint only after this call: weight decay changes weights even if gradients are 0.
+    Weight decay changes the weights in this step, so load the weights of a checkpoint only afterwards.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
