@@ -80,7 +80,7 @@ def write_json(path: Path, content: dict):
 def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
-    A last line without a newline is ignored, because a run is still writing the line, or the disk was full.
+    A last line without a newline is ignored, because a run may still be writing the line.
 
     Args:
         form: dataclass with the fields that each line must have.

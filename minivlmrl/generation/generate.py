@@ -27,7 +27,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# integer that stands for the probability 1; float64 is exact for integers up to 2^53
+# A probability p becomes the integer p * UNITS. In float64, integers up to 2^53 are exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
 # rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
@@ -49,7 +49,7 @@ class Decode:
     attention_type = DecodeAttention
 
     def __call__(self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        """Compute the logits (r, V) that follow each row's newest token, whose `ids` are (r,)."""
+        """Compute the next-token logits (r, V) from each row's newest token, `ids` (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -206,7 +206,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the row's random number.
 
     Probabilities are added as integers (multiples of 2^-52), because sums of integers have no rounding errors. The
-    sampled token does not depend on the device or the batch, and never has the probability 0.
+    sampled token does not depend on the device or the batch. A token with probability 0 is never sampled.
 
     Args:
         probs: (r, V) float32.

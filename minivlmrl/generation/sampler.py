@@ -1,4 +1,4 @@
-"""Sample completions with a recipe's filters and stop strings, sharded weights and CUDA graphs."""
+"""Sample completions as a recipe asks, for example with stop strings, sharded weights or CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -167,7 +167,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # methods that a sampler with another sampling engine overrides
+    # methods to override in a subclass for another sampling engine
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -220,7 +220,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return True if decode steps can be captured as a CUDA graph."""
-    # A CUDA graph can contain neither FSDP's gathering of single layers nor experts, whose token counts vary.
+    # A CUDA graph cannot gather FSDP's layers. It cannot run experts either, because their token counts vary.
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 

@@ -34,7 +34,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 
 
 class StopStrings:
-    """Find the rows that complete a stop string, like StopStringCriteria in transformers 5.23.
+    """Find the rows that complete a stop string, as StopStringCriteria in transformers 5.23 does.
 
     A stop string is complete as soon as a token contains its last byte, even if the token contains more text after it.
     For example, the tokens "</answ" and "er>." complete </answer>, and the full stop remains in the completion. A stop

@@ -57,7 +57,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: normalise each reward within its group, then the weighted sums over the whole batch.
+    """Compute GDPO's advantages: first normalise each reward within its group, then normalise the weighted sums.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
     (0.71, 0.71), so the large reward does not dominate the small one.

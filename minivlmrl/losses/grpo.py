@@ -188,8 +188,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
     k3+.
 
-    Source: Schulman, "Approximating KL divergence" (2020), for the values of k1, k2 and k3; arXiv 2506.09477 for their
-        gradients; verl for k1+, k2+ and k3+.
+    Source: Schulman, "Approximating KL divergence" (2020), defines k1, k2 and k3. arXiv 2506.09477 derives their
+        gradients. k1+, k2+ and k3+ are from verl.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -211,17 +211,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Multiply a KL estimate by the ratio pi / pi_old, which makes its expected gradient that of KL(pi || pi_ref).
+    """Multiply a KL estimate by the ratio pi / pi_old. The expected gradient is then that of KL(pi || pi_ref).
 
     The ratio pi / pi_old also corrects the KL estimate if an older policy sampled the tokens.
     """
-    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio gets no gradient.
+    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio is only a weight.
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
 
-# Functions that average the token losses (B, T), which are 0 where the mask is 0, to a scalar.
+# Functions that average token losses (B, T) to a scalar. A token loss is 0 where the mask is 0.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then over the optimizer step's completions
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,

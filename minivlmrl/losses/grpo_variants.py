@@ -144,7 +144,7 @@ def kept_tokens(
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
-    """Compute the entropy that a fraction of the tokens, such as 0.2, reaches or exceeds.
+    """Compute the entropy threshold that keeps a fraction of the tokens: 0.2 keeps the top 20 %.
 
     Args:
         entropies: (n,), n token entropies. If n is 0, the result is infinity.
@@ -201,7 +201,7 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute the ratios of trainer to sampler probabilities, which correct the loss for a sampler such as vLLM.
+    """Compute the ratio pi_trainer / pi_sampler. With a sampler such as vLLM, the loss is multiplied by this ratio.
 
     Args:
         old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.

@@ -5,8 +5,8 @@ preference.py imports only torch, so that you can copy the file into your own pr
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`), and not in a
-micro-batch. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole optimizer step.
+Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`).
+`normalizer.sequences` counts two answers for each pair; by default, the batch is the whole optimizer step.
 Three losses depend on the size of micro-batches: aot, aot_unpaired, and sft with use_weighting.
 """
 
@@ -128,7 +128,7 @@ def dpo_loss(
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
         discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
-        ref_logps: (B, 2), answer_logps of ref_per_token_logps, which may be given instead of them.
+        ref_logps: (B, 2), answer_logps(ref_per_token_logps, ...); give one of the two arguments.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; needed for
             use_weighting.
         normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages over them.
@@ -160,7 +160,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The factor num_pairs / B is cancelled at the end, where the sum over B pairs is divided by num_pairs.
+    # At the end, B equal values of sft_loss are added and divided by num_pairs. The factor num_pairs / B undoes this.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,

@@ -1,9 +1,9 @@
-"""The models. Importing minivlmrl.model also speeds up how Linux reuses the memory of deleted tensors."""
+"""The models. Importing minivlmrl.model also lets malloc keep freed memory, which saves time on Linux."""
 
 import ctypes
 import os
 
-# By default, freed memory goes back to Linux, which zeros it before it is used again: 1 to 4 % of a step's time.
+# By default, Linux takes freed memory back and zeros it for the next use. Zeroing takes 1 to 4 % of a step's time.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -90,11 +90,11 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """For each prompt length, arrange the positions of prompts and completions in two matrices.
+        """Arrange token positions in matrices: one for the prompts of a length, and one for their completions.
 
         Returns:
             For each prompt length, two matrices of positions in the packed sequence: a row per prompt, and a row per
-            completion, padded by -1. And the PromptSlots of the completions, or None if no completion has a position.
+            completion, padded by -1. Also the PromptSlots of the completions, or None if no completion has a position.
         """
         blocks = []
         slots = []

@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files, such as the tokenizer, that a saved checkpoint copies from the loaded model's folder
+# files that a saved checkpoint copies from the loaded model's folder, such as the tokenizer
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -115,7 +115,6 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # For tied weights, transformers 4 uses the embedding, and transformers 5 a stored LM head: the two must be equal.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -161,7 +160,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the tensors in a model's folder that are not used, such as Qwen3.5's multi-token prediction layer."""
+    """Return the unused tensors in a model's folder, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -237,7 +236,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the tokenizer files and other files that checkpoints copy, because a run may outlive the model's folder."""
+    """Read the files that checkpoints will copy, because the model's folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -251,7 +250,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights by the names in the hub's files."""
+    """Return a model's weights as a dictionary, with the tensor names that the hub's files have."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
@@ -292,7 +291,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # Trained completions end with <|im_end|>, which is no end token in a base model's generation_config.json.
+    # A base model's generation_config.json does not list <|im_end|>, with which trained completions end.
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

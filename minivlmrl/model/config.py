@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings of its own
-has a subclass of VisionConfig in model/families/.
+model/config_json.py reads, checks and writes config.json. A family whose vision tower needs more settings has a
+subclass of VisionConfig in model/families/.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class VisionConfig:
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
     # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # unused keys of vision_config in config.json, which saving writes unchanged
+    # unused keys of config.json's vision_config, which to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
     # settings that are fixed in Qwen2-VL, but that other families override or read from config.json
@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """Return the axis (0 time, 1 height, 2 width) of the position that each rotary frequency encodes.
+        """Return the axis that each rotary frequency encodes: 0 time, 1 height or 2 width.
 
         Example: mrope_section (2, 1, 1) has 2 frequencies for time, 1 for height and 1 for width:
             (0, 0, 1, 2), or (0, 1, 2, 0) if mrope_interleaved

@@ -30,7 +30,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # The top-level tie_word_embeddings has priority: transformers 5 always writes the default into text_config.
+    # The top-level tie_word_embeddings has priority, because transformers 5 always writes the default into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
@@ -59,7 +59,7 @@ def _check_model_type(config: dict, where: str):
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Return config.json's contents in the hub's layout, which vLLM and older transformers releases read, too."""
+    """Return config.json's contents in the hub's layout, which vLLM and older transformers releases can read."""
     family = FAMILIES[config.model_type]
     text = {}
     for name, value in asdict(config).items():
@@ -93,7 +93,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Merge JSON objects as dict.update does, but null replaces no value: {"a": 1} and {"a": null} give {"a": 1}.
+    """Merge JSON objects like dict.update, but never replace a value by null: {"a": 1} and {"a": null} give {"a": 1}.
 
     Some transformers releases write null into text_config for keys with a value at the top level of config.json.
     """

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. The function inject_adapters
-replaces linear layers of a finished model; decoder, sampler and losses need no change.
+replaces linear layers of an existing model; decoder, sampler and losses need no change.
 
 Dimension letters: N tokens, r rank of an adapter.
 """
@@ -111,9 +111,9 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Add a LoRA update to a base layer's result: base_result + scaling * x A^T B^T, with TF32 products.
 
-    TF32 rounds the factors of a float32 product to 11 significant bits, and sums in float32. A bfloat16 input x is not
-    rounded, because it has only 8 significant bits. The forward and the backward pass each switch TF32 on, because
-    torch's setting is global.
+    TF32 rounds the factors of a float32 product to 11 significant bits, and sums in float32. A bfloat16 x has only 8
+    significant bits, so TF32 does not round it. The forward and the backward pass each switch TF32 on, because torch's
+    setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -166,7 +166,7 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Sample with 16-bit copies of float32 adapters inside a `with` block, for 16-bit base layers on a GPU.
+    """Inside a `with` block, replace the float32 adapters of 16-bit layers on a GPU by 16-bit copies.
 
     For the few tokens of a decoding step, a float32 adapter takes longer than its 16-bit base layer. Merging the
     adapters would lose most small updates, because W + scaling * B A is rounded to 16 bits.
@@ -279,7 +279,7 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the names of the linear layers that an item of the option adapter.target selects, never lm_head."""
+    """Return the names of the linear layers that one item of the option adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets  # parts of this family

@@ -198,7 +198,7 @@ class Videos:
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Compute the (height, width) to which the frames are resized within the pixel budget.
 
-        Of the options, min_pixels and max_pixels limit each frame, and total_pixels limits the whole video.
+        The options min_pixels and max_pixels limit each frame, and total_pixels limits the whole video.
         """
         factor = images.factor
         depth = images.temporal_patch_size
@@ -276,8 +276,8 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 def write_videos(images: ImageProcessor, options: dict) -> dict:
     """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
 
-    A recipe's pixel limits for one frame are multiplied by the largest number of frames, because the file has limits
-    for a whole video.
+    A recipe limits the pixels of a frame, and the file limits the pixels of a whole video. So the recipe's limits are
+    multiplied by the largest number of frames.
     """
     videos = images.videos
     if not isinstance(videos, Videos):

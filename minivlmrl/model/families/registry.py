@@ -74,9 +74,9 @@ class ModelSpec:
     default_system: bool = True
     # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; returns None for videos as in Qwen2.5-VL
+    # parses video_preprocessor_config.json; None means Qwen2.5-VL's video preprocessing
     read_videos: Callable = lambda settings, where, images: None
-    # computes the contents of video_preprocessor_config.json; {} keeps the file of the loaded model
+    # computes the contents of video_preprocessor_config.json; with {}, the loaded model's file is copied
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
@@ -90,7 +90,7 @@ class ModelSpec:
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
     # stacks parameters that a file stores as one tensor, such as the weights of all experts in a layer
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # makes expert layers count the tokens of each expert over all ranks
+    # tells expert layers to add up each expert's token count over all ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
     # further values of the option adapter.target: {"experts": regular expression for the names of the experts' layers}
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
