@@ -70,8 +70,8 @@ def generate(
     Args:
         sample_token: function that samples one token per row, see make_token_sampler.
         decode: function that computes a decode step; defaults to Decode().
-        device: computation device; defaults to lm_head's device. Pass it if weights are offloaded, because they are
-            then on another device.
+        device: computation device; defaults to lm_head's device. Required if weights are offloaded to another
+            device.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device

@@ -5,9 +5,9 @@ preference.py imports only torch, so that you can copy the file into your own pr
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`).
-`normalizer.sequences` counts two answers for each pair; by default, the batch is the whole optimizer step.
-Three losses depend on the size of micro-batches: aot, aot_unpaired, and sft with use_weighting.
+Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`). By default, the
+batch is the whole optimizer step. `normalizer.sequences` counts two answers for each pair. Three losses depend on the
+size of micro-batches: aot, aot_unpaired, and sft with use_weighting.
 """
 
 import math
