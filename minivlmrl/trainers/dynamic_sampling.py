@@ -1,4 +1,4 @@
-"""Dynamic sampling replaces groups whose rewards are all equal, because such groups have a gradient of 0.
+"""Dynamic sampling replaces groups whose rewards are all equal, because such groups have advantages of 0.
 
 Source: DAPO (arXiv 2503.14476), section 3.2.
 """
