@@ -138,7 +138,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield each bug's topic, such as clipping, and True if the bug would change no recorded number."""
+    """Yield (topic, is_unseen) for each bug; is_unseen is True if the bug would change no number of the step."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)

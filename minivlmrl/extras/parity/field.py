@@ -52,8 +52,8 @@ class Settings(SimpleNamespace):
 class Project:
     """A public project: the files with its loss functions, and adapters that call these functions.
 
-    An adapter gets the project's functions, a batch, and the options that `check` in loss.py describes, and returns a
-    loss. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
+    An adapter gets the project's functions, a batch and options, and returns a loss. `check` in loss.py describes the
+    options. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
     """
 
     source: str  # package on PyPI or repository

@@ -48,7 +48,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Find a few bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
-    Each bug is in a list with other bugs that give the same loss.
+    Returns one list for each bug: the bug itself, then other bugs that give the same loss.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -142,9 +142,9 @@ class Combination:
                     self.found[cause.says] = cause
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
-            # prefer round numbers, and bugs such as "the KL is left out"
+            # Short numbers come first, such as 0.2 before 0.234; among equals, "the KL is left out" comes first.
             best.sort(key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
-            # The search stops at a bug that explains all test cases; a design may explain only some.
+            # The search stops at a bug that explains all test cases, or at a project's design that explains some.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best

@@ -199,7 +199,7 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
         passes = [(d.forward, both)]
-        # If only the entropies have a bug, a second forward pass computes the gradients of the entropies.
+        # If log-probabilities and entropies have different bugs, each needs its own forward pass.
         if d.entropy_forward != d.forward:
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
         total = {}

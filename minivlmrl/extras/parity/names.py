@@ -616,7 +616,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # A step without a reference model cannot reveal a wrong KL estimator; with needs="input_ids", the report says so.
+    # Every step has input_ids, so these bugs are always tried. Without a reference model, the report says that the step
+    # cannot reveal them.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k3"
     ),

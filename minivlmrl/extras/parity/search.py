@@ -29,7 +29,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # largest relative error that counts as rounding; float32 rounds one number to about 1e-7
 NAN = 1e300  # stands for NaN in the test cases of a loss, in which two NaN are equal
-# {stage: (recomputed tensor, field of step.json with the model's folder)}
+# {stage: (recomputed tensor, field of step.json that names the model's folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -87,7 +87,7 @@ class Cause:
 
     @property
     def is_limited(self) -> bool:
-        """True for a bug in only some rows, tokens or parameters, or with values of other rows or tokens."""
+        """True for a bug in only some rows, tokens or parameters, and for a wrong order of rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -106,7 +106,7 @@ class Cause:
 
     def may_be_inside(self, quantity: str) -> bool:
         """Return True if the bug can be limited to one computation, such as the baseline of the advantages."""
-        # A wrong order of rows in the baseline alone, for example, would fit too often by chance.
+        # A wrong order of rows in only the baseline would fit too often by chance.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
@@ -157,7 +157,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # The mask decides which tokens are counted, so a bug in the mask cannot be limited to counted tokens.
+                # Counted tokens are those in the mask, so a bug in the mask cannot be limited to counted tokens.
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -220,7 +220,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums over the relative errors; two bugs with the same errors have the same sums."""
+    """Return two sums of the relative errors, by which bugs with equal errors are recognised."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -254,7 +254,7 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Replace the trainer's numbers outside one place by recomputed numbers, so that only errors inside count."""
+        """Ignore errors in other places, by replacing the trainer's numbers there with recomputed numbers."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -284,8 +284,7 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 class Search:
     """Searches for bugs that explain a trainer's wrong numbers in one stage, such as the loss.
 
-    If all wrong numbers are in truncated completions, for example, bugs that are limited to truncated completions are
-    also possible.
+    If all wrong numbers are in one part, such as the truncated completions, bugs in only this part are also tried.
 
     Args:
         deviation: bugs that were found earlier, and that stay in all recomputed numbers.
@@ -307,7 +306,7 @@ class Search:
 
     def run(self, causes: list[Cause]):
         factors = self.factors()
-        # First the bugs that need no new forward pass, such as rounded log-probabilities.
+        # Bugs that need no new forward pass, such as rounded log-probabilities, come first.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -366,7 +365,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return True if only one row or group is wrong, too few to fit a number such as a clip bound."""
+        """Return True if only one row or group is wrong; fitting a number, such as a clip bound, needs two."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -438,10 +437,10 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # A single wrong token id or learning rate is not searched, because many bugs would explain one number.
+    # Many bugs would explain a single token id or learning rate, so the search needs at least two numbers.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A bug fits if the remaining error is at most 1e-5, or at most 1 % of the original error and 3e-5.
+    # A bug fits if at most 1 % of the original error remains; this limit is kept between 1e-5 and 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow: the search recomputes only the row with the largest error, and later all rows.
     if name in LOGPS:
@@ -478,7 +477,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a start value, then the best number near the start value, shortest first: 0.2, 0.23, 0.234, 0.2341."""
+    """Yield a start value, then the best number near it with 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -504,7 +503,7 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Map each option, count or ratio of the step to a description, for example 8.0 to ": the 8 rows"."""
+    """Return the step's options, counts and ratios with their names, for example {8.0: ": the 8 rows"}."""
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
         for table in (table.FACTORS, table.COUNTS)

@@ -39,7 +39,7 @@ def advantages(d: Dump, change: Change) -> Answer:
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # A standard deviation near 0 would make the tolerance of advantages huge, so the divisor is at least 1e-4.
+    # Without the minimum of 1e-4, a standard deviation near 0 would give a huge tolerance.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
@@ -254,7 +254,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the options of the loss; a simulated bug may, for example, set beta to 0."""
+    """Return the options of the loss, which a simulated bug may change, for example to beta = 0."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -276,7 +276,7 @@ class PolicyPieces:
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
         self.entropies = entropies
         counted = mask_in(change, "the sum")
-        # top_entropy_quantile=0.2 keeps only the fifth of a micro-batch's tokens that has the highest entropies.
+        # top_entropy_quantile=0.2 keeps the 20 % of a micro-batch's tokens with the highest entropies.
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
@@ -404,7 +404,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         mask[index],
         **vars(options),
         ref_logps=policy_logps - log_ratio,
-        # In the loss_type sft of DPO, TRL averages over the tokens of the chosen answers.
+        # For the DPO loss "sft", TRL averages over the tokens of the chosen answers.
         normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )

@@ -112,7 +112,7 @@ class ScheduleFields:
 
 @dataclass
 class StepFields:
-    """All fields of step.json that are read; each field may be missing."""
+    """All fields that `parity` reads from step.json; each field may be missing."""
 
     loss: dict = field(default_factory=dict)
     num_generations: Count | None = None

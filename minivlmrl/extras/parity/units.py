@@ -22,7 +22,7 @@ WITHIN = {
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
-# In a row of three tokens, "the next token" has the indices 1, 2 and -1, and the index -1 gives the value 0.
+# The index -1 gives the value 0. In a row of three tokens, "the next token" has the indices 1, 2 and -1.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
