@@ -116,13 +116,12 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     values = [row.get(name) for row in evaluations.values()]  # None if NaN, or if no row has a solution
     if len(values) < 2 or not num_rows or not all(value is not None and 0 <= value <= 1 for value in values):
         return None
-    parts = [f"{values[0]:.3f} at the start"]
+    changes = []
     for when, before, after in zip([*evaluations][1:], values, values[1:], strict=False):
-        change = "risen" if after > before else "fallen"
-        if abs(after - before) <= noise(before, after, num_rows):
-            change = "no change beyond noise"
-        parts.append(f"{after:.3f} {when.replace('_', ' ')} ({change})")
-    text = f"{short_names([name])[0].removeprefix('eval/')} on {num_rows} held-out rows: {', '.join(parts)}."
+        size = "can be noise" if abs(after - before) <= noise(before, after, num_rows) else "more than noise"
+        changes.append(f"{after - before:+.3f} in {when.removeprefix('after_')} ({size})")
+    name = short_names([name])[0].removeprefix("eval/")
+    text = f"{name} on {num_rows} held-out rows changed by {', '.join(changes)}."
     chance = summary.get("chance")
     if chance is not None and values[-1] <= chance + noise(chance, chance, num_rows) / math.sqrt(2):
         text += f" Guessing gives {chance:.3f}, and the difference from the last value can be noise."

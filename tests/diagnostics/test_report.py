@@ -45,12 +45,12 @@ def test_healthy_values_are_those_of_the_documentation():
 @pytest.mark.parametrize(
     ("values", "says", "guesses"),
     [
-        ((0.4, 0.93), "0.400 at the start, 0.930 after sft (risen).", False),
-        ((0.0, 0.5, 0.4), "0.000 at the start, 0.500 after sft (risen), 0.400 after grpo (fallen).", False),
-        ((0.5, 0.56), "0.500 at the start, 0.560 after sft (no change beyond noise).", False),  # noise: 0.088
-        ((0.0, 0.015), "0.000 at the start, 0.015 after sft (no change beyond noise).", True),  # 4 of 256 right answers
-        ((0.0, 0.13), "0.000 at the start, 0.130 after sft (risen).", True),  # 2 standard errors of guessing: 0.038
-        ((0.0, 0.14), "0.000 at the start, 0.140 after sft (risen).", False),
+        ((0.4, 0.93), "+0.530 in sft (more than noise).", False),
+        ((0.0, 0.5, 0.4), "+0.500 in sft (more than noise), -0.100 in grpo (more than noise).", False),
+        ((0.5, 0.56), "+0.060 in sft (can be noise).", False),  # 2 standard errors are 0.088
+        ((0.0, 0.015), "+0.015 in sft (can be noise).", True),  # 4 of 256 right answers
+        ((0.0, 0.13), "+0.130 in sft (more than noise).", True),  # 2 standard errors of guessing are 0.038
+        ((0.0, 0.14), "+0.140 in sft (more than noise).", False),
     ],
     ids=["risen", "fallen", "noise", "near 0", "by guessing", "more than guessing"],
 )
@@ -59,7 +59,7 @@ def test_each_stage_is_compared_with_noise_and_with_guessing(values, says, guess
     results = {name: {"eval/accuracy_sampled": value} for name, value in zip(names, values, strict=True)}
     summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
     text = report.describe_change(summary, 256)
-    assert text.startswith(f"accuracy_sampled on 256 held-out rows: {says}")
+    assert text.startswith(f"accuracy_sampled on 256 held-out rows changed by {says}")
     assert (" Guessing gives 0.100, and the difference from the last value can be noise." in text) == guesses
     missing = {"start": {}, "after_dpo": {"eval/accuracy_sampled": None}}
     assert report.describe_change(missing, 256) is None and report.describe_change({**results, **missing}, 256) is None
