@@ -215,7 +215,12 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding."""
+    """Yield warnings about likely mistakes, such as evaluation rows that are also training rows."""
+    if "format" in config.rewards and config.data.answer_format != "tags":
+        yield (
+            f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
+            "would be a part of the answer; leave out format, as in --rewards={accuracy: 1.0}"
+        )
     dtype = DTYPES[config.model.dtype]
     # Adapters are float32, and adamw_8bit adds up the rounding errors, so both keep small updates.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r

@@ -226,6 +226,12 @@ def test_options_without_effect_are_reported():
     assert notes("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
 
+def test_a_reward_for_tags_without_tags_is_reported():
+    [line] = notes("--data.answer_format=whole")
+    assert line.startswith("rewards has format, which asks for tags, but data.answer_format is whole, so tags would")
+    assert notes("--data.answer_format=whole", "--rewards={accuracy: 1.0}") == []
+
+
 def test_updates_that_bfloat16_rounds_away_are_reported():
     """No updates are lost with adamw_8bit, which carries the rounding error, or with adapters, which are float32."""
     weight = torch.tensor(0.00052, dtype=torch.bfloat16)
