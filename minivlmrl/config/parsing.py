@@ -226,14 +226,14 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Change a text that names a file or code, for example to a path relative to the recipe."""
+        """Change a text that names a file or code, for example make a relative path absolute."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
-    """Suggest an option in place of an unknown key, which may be TRL's name or belong to another section."""
+    """Suggest an option in place of an unknown key. The key may be TRL's name, or belong to another section."""
     alias = TRL_ALIASES.get(key) or TRL_ALIASES.get(prefix + key)
     if alias:
         return f"the name in minivlmrl is {dashes}{alias.replace(' and ', f' and {dashes}')}"

@@ -19,7 +19,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
     A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no time
-    limit on Windows, outside the main thread, for C code that never returns, and for code that handles SIGALRM itself.
+    limit on Windows and outside the main thread. The signal does not stop C code that never returns, or code that
+    handles SIGALRM itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):

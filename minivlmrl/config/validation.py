@@ -9,17 +9,17 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# options, the reason why they have no effect, and a function that says for which recipes the reason holds
+# (options, reason why they have no effect, function that tells whether the rule applies to a recipe)
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
-    """Return True if GRPO takes one optimizer step per rollout: each ratio of new to old probabilities is 1."""
+    """Return True if GRPO takes one optimizer step per rollout, so every ratio of new to old probabilities is 1."""
     return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
 
 
 def own_loss(run: RunConfig) -> bool:
-    """Return True if the GRPO loss is a user's function: any option of grpo may then have an effect."""
+    """Return True if the GRPO loss is a user's function, which may use any option of grpo."""
     return ":" in run.grpo.loss_type
 
 

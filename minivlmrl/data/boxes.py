@@ -51,7 +51,7 @@ class Box:
         if extent == self.extent:
             return self
         numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
-        # The product of integers is exact, so that only the division rounds.
+        # Multiply before dividing: a product of integers is exact, so only the division rounds.
         x1, y1, x2, y2 = (number * new / old for number, new, old in numbers)
         return Box(x1, y1, x2, y2, extent)
 

@@ -11,14 +11,14 @@ class Control(str):
 
 
 class RewrittenTurnsError(ValueError):
-    """Raised if a chat template changes a turn when more turns follow, for example drops the turn's thought."""
+    """Raised if a chat template changes a turn when more turns follow, for example by dropping the turn's thought."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders. Compare with `piece is IMAGE`; `piece == IMAGE` is also True for a user's text "<|image_pad|>".
+# Placeholders. Test `piece is IMAGE`, because a user's text "<|image_pad|>" is equal to IMAGE.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}

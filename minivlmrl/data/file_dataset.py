@@ -87,7 +87,7 @@ class FileDataset(FileRows):
         self.unread = [] if reads is None else sorted(unread - known)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Count a row, and return the row's missing image and video files."""
+        """Add a row to the counts, and return the row's missing image and video files."""
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))

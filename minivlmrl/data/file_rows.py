@@ -1,4 +1,4 @@
-"""The interface of datasets that are read from files, and a dataset of selected rows."""
+"""Define the interface FileRows for datasets from files, and RowSelection, a dataset of selected rows."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -220,7 +220,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark is a Chinese letter that no text contains: a template could strip or escape a space or a symbol.
+        # A template could strip or escape a space or a symbol, so the mark is a Chinese letter that no text contains.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -250,7 +250,7 @@ class ChatTemplate:
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Return a copy of a chat template in which variables, such as enable_thinking, have values.
+    """Return a copy of a chat template with fixed values for variables such as enable_thinking.
 
     Args:
         template: template to copy; None stands for chat_template.render.
@@ -274,7 +274,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _spelled(name: str) -> str:
     """Return a regular expression for the first character of a control token, such as the < of "<|im_end|>"."""
-    # The token may be "<|im_ end|>", because a template could strip the space, or "<|im_" at the end of a text.
+    # This also matches "<|im_ end|>", because a template could strip the space, and "<|im_" at the end of a text.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -282,7 +282,7 @@ def _spelled(name: str) -> str:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Move the thought <think>...</think> of an assistant message from its text to its key reasoning_content."""
+    """Move the thought <think>...</think> from an assistant message's text to the key reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -295,7 +295,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Parse arguments of tool calls that are JSON texts, in place."""
+    """Replace JSON texts in the arguments of tool calls by the parsed values."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)

@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # The pixels must be uint8, as in transformers, because torch then rounds after each of the two directions.
+        # The pixels must be uint8, as in transformers: torch then rounds after resizing each axis.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -191,7 +191,7 @@ def read_sampling(settings: dict) -> dict[str, float]:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the file in a model's folder that has the settings for images, and these settings.
+    """Read the settings for images from a model's folder, and return (file, settings).
 
     Transformers 5 writes image settings into processor_config.json, older versions into preprocessor_config.json.
     """
@@ -209,7 +209,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the file in a model's folder that has the settings for videos, and these settings."""
+    """Read the settings for videos from a model's folder, and return (file, settings)."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class PreparedRow(Row):
-    """A row whose prompt a background thread has already computed."""
+    """A row with a prompt that was computed in advance by a background thread."""
 
     prepared_prompt: Prompt | None = None
 
@@ -48,7 +48,7 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # answers whose images are decoded in advance, to skip rows with an unreadable image
+        # the images in these answers are decoded early, so that rows with unreadable images can be skipped
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"

@@ -58,8 +58,7 @@ SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start",
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
 # files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Maximum number of pixels of an image, as in Pillow: half a GiB as RGB. Without a limit, an image file of a few
-# kilobytes could fill the memory.
+# Pillow's limit for the pixels of an image; without a limit, a file of a few kilobytes could fill the memory.
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # entries that stand for no image or video
@@ -259,7 +258,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # Hugging Face's {"bytes": ..., "path": ...} is a single image, so only the bytes are yielded.
+        # Yield only the bytes of Hugging Face's {"bytes": ..., "path": ...}, because the path names the same image.
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -275,7 +274,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # A sentence can end with a file name, so a text with spaces is a file name only if the file exists.
+        # A text with spaces may be a sentence, such as "Describe cat.png", so the file must exist.
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
@@ -293,7 +292,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source in the row, path of the file) for each image, video and frame; the path of bytes is ""."""
+    """Yield (source in the row, path) of each image, video and frame; bytes and data URIs have the path ""."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -337,7 +336,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return the image's source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
-    # OpenAI's key "detail" with the value "low" asks for a smaller image, which is not supported
+    # reject OpenAI's {"detail": "low"}, because the image would not get smaller
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))

@@ -18,7 +18,7 @@ ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 MAX_TEXT = 2**20
 # keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Keys of an assistant turn that say whether a loss is computed on the turn, with the value true, 1, false or 0.
+# Keys of a turn: true or 1 asks for a loss on the turn, false or 0 excludes the turn from the loss.
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),
@@ -97,7 +97,7 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question of a conversation, the last user turn's text, into the template data.prompt_template.
+    """Insert the question, which is the last user turn's text, into the template data.prompt_template.
 
     Raises:
         ValueError: the last user turn does not have exactly one text part, or the template contains <image> although

@@ -13,7 +13,7 @@ from minivlmrl.errors import error_context
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
     """Concatenate the rows of several data files, and repeat them according to each file's option `weight`.
 
-    Example: of a file with `weight: 2.5`, half of the rows occur three times in the dataset, and half twice.
+    Example: if a file has `weight: 2.5`, half of its rows occur three times in the dataset, and the others twice.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):

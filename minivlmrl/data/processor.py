@@ -34,7 +34,7 @@ class Processor:
     image_processor: ImageProcessor
     # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
     template: "ChatTemplate | None" = None
-    # format of completions, such as "tags", which tells where the answer is; see find_answer in rewards/text.py
+    # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
     # token ids besides those of ENDS that end a completion, from generation_config.json and sampling.stop_token_ids
@@ -158,8 +158,8 @@ def encode_completion(
     An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    If the chat template drops the thoughts of earlier turns, each assistant turn becomes a separate Completion in
-    `turns`, with all earlier turns as its prompt.
+    If the chat template drops the thoughts of earlier turns, `turns` has one Completion per assistant turn, with all
+    earlier turns in the prompt.
 
     Args:
         messages: the prompt, see data/messages.py.

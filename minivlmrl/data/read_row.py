@@ -53,7 +53,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # If the images are in a misspelt column, such as `imge`, check_unread raises a clearer error.
+        # If the images are in a misspelt column, such as `imge`, the error of check_unread names the column.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)

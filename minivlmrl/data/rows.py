@@ -47,7 +47,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # Prompt.row is no dataclass field, because FSDP2 would copy the row in each forward pass.
+        # If Prompt.row were a dataclass field, FSDP2 would copy the row in each forward pass.
         self.row: Row | None = None
 
 
@@ -67,11 +67,11 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (C,) number of ids that top_k, top_p and min_p left for each token, and these ids, token after token
+    # (counts, ids): top_k, top_p and min_p left counts[i] ids for token i; `ids` joins them for all C tokens
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
-    # number of tool calls, number of failed tool calls, and whether a tool result was too long for the completion
+    # (tool calls, failed tool calls, True if a tool result was too long for the completion)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
     turns: "Sequence[Completion]" = ()  # one for each assistant turn if each turn has its own prompt
