@@ -20,7 +20,7 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file beside saved weights, with the options of the run that change the model's answers, such as the system prompt
+# file beside saved weights: the run's options that change the model's answers, such as the system prompt
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -91,9 +91,9 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
 
-    Example: a checkpoint is written to checkpoint.partial. At the end, the old folder checkpoint is renamed to
-    checkpoint.replaced, and then checkpoint.partial to checkpoint. If a crash leaves no folder `checkpoint`,
-    checkpoint.replaced is loaded.
+    Example: a new checkpoint is written to checkpoint.partial. At the end, `checkpoint` becomes checkpoint.replaced,
+    and checkpoint.partial becomes `checkpoint`. If a crash leaves no folder `checkpoint`, checkpoint.replaced is
+    loaded.
 
     Raises:
         ValueError: the old folder contains files but no checkpoint.

@@ -102,7 +102,7 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Train from the last checkpoint before a step up to the step; return trainer, optimizer, step and dataset rows."""
+    """Load the last checkpoint before a step, and train up to the step; return trainer, optimizer, step and rows."""
     if stage not in config.stage_names:
         raise ValueError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "
@@ -183,7 +183,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 
 
 def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return the log-probabilities (T,) that the policy before the step gives to the T tokens of each completion."""
+    """Return the log-probabilities (T,) of each completion's T tokens under the policy's weights before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)

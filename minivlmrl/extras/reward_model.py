@@ -1,7 +1,7 @@
 """Train a reward model, as in step 2 of InstructGPT, and score completions with the reward model.
 
-The reward model is a copy of the policy that learns to rank answers as human annotators do. Later stages and other runs
-can use a trained reward model as the reward `reward_model`.
+The reward model starts as a copy of the policy, and learns to rank answers as human annotators do. Later stages and
+other runs can use a trained reward model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Split each conversation into its last turn, which is scored, and a prompt that contains all earlier turns."""
+    """Return each conversation's last turn, which is scored, and the earlier turns as its prompt."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -154,7 +154,7 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Compute the reward model's value (R,) at each completion's last token, in a batch from pack_with_last_token."""
+    """Compute the reward model's value at each completion's last token, (R,); pack_with_last_token made the batch."""
     return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
 
 
@@ -180,7 +180,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a stage needs a reward model that does not exist yet, or needs scores for trajectories."""
+    """Raise ValueError if a stage needs a reward model that does not exist yet, or if the run samples trajectories."""
     if samples_trajectories(run.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

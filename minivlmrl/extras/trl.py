@@ -125,7 +125,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs a loss before dividing it by the number of micro-batches, except for averages over tokens (dapo).
+            # TRL logs a loss before it is divided by the number of micro-batches; dapo's loss is never divided by it.
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -157,7 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
         """Return the token count by which the loss_type dapo divides the sum of token losses.
 
-        TRL's count covers all steps of a rollout on all processes, so the count is divided by the numbers of both.
+        TRL counts the tokens of all steps on all processes; the loss needs the mean count per step and process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:

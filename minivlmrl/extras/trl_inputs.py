@@ -19,7 +19,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# names of two arguments of the model (patches and grids), and of the config field with the placeholder's token id
+# the model's arguments for patches and grids, and the field of its config with the placeholder's token id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -104,7 +104,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning if some images or videos can be made gray without changing the outputs of the model."""
+    """Return a warning if the outputs of the model stay the same when some images or videos become gray."""
 
     def outputs(**changed: Tensor) -> Tensor:
         # fork_rng restores the random state, so that all forward passes have the same dropout masks.
@@ -131,7 +131,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # Autocast's cache now contains weights without gradients, which the training step must not use.
+    # Autocast has cached weights without gradients; with these weights, the training step would get no gradients.
     torch.clear_autocast_cache()
     return problems
 

@@ -32,7 +32,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video with blank frames, from which a prompt's tokens are counted without decoding the file."""
+    """Return a Video with blank frames: enough to count a prompt's tokens, without decoding the file."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -90,8 +90,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # FFmpeg gets an open file instead of a file name, because FFmpeg would open several files for a name like
-    # concat:a|b.
+    # FFmpeg gets an open file, because it would read the file name concat:a|b as two files, a and b.
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
     # All protocols of FFmpeg are forbidden, because FFmpeg would open the files and URLs that a playlist lists.
     options = {"protocol_whitelist": "none"}
@@ -102,13 +101,13 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # FFmpeg's option max_pixels limits every frame, because a frame may be larger than the stream declares
+        # max_pixels limits each frame's size, because a frame may be larger than the size in the stream's header
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames of a video file with the given indices, upright and in RGB, and count all decoded frames."""
+    """Decode the frames with the given indices, upright and in RGB; also return how many frames were decoded."""
     frames = []
     num_decoded = 0
     with opened_video(file) as (container, stream):
@@ -117,7 +116,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 raise ValueError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
-                # phones store unrotated frames, and the angle by which a player must rotate the frames
+                # phones store frames unrotated, with the angle by which a player rotates them
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(

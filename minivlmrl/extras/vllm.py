@@ -122,7 +122,7 @@ class Sampling:
 
 
 class TokenChooser:
-    """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits."""
+    """Logits processor for vLLM: it samples tokens with minivlmrl's sampler, and makes vLLM select these tokens."""
 
     # TokenChooser.sampling is set on the class, because vLLM itself creates the TokenChooser object.
     sampling: Sampling | None = None
@@ -142,7 +142,7 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample tokens from vLLM's logits (r, V). Return logits of 0 for sampled tokens and -inf for others.
+        """Sample from vLLM's logits (r, V). Return logits with 0 at each row's sampled token and -inf elsewhere.
 
         vLLM's V2 model runner passes each row's batch index in `context`; the V1 model runner passes None.
         """
@@ -218,7 +218,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # vLLM's cache of image embeddings is emptied, because the old weights computed these embeddings.
+        # The image embeddings in vLLM's cache come from the old weights, so the cache is emptied.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -305,8 +305,8 @@ class VLLMSampler(Sampler):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
-        root mean square of the differences in a prompt's completions may be at most 0.5 nats.
-        rollout.max_logp_mismatch=2 accepts twice the difference between vLLM and the policy.
+        limit is 0.5 nats for the root mean square over a prompt's completions. rollout.max_logp_mismatch=2 doubles
+        these limits.
         """
         if self.is_verified:
             return

@@ -26,7 +26,7 @@ capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """Attention for decoding in a CUDA graph, which reads and writes its tensors at fixed addresses."""
+    """Attention for decoding in a CUDA graph, whose tensors must stay at the same memory addresses."""
 
     check_every = 16
 
@@ -38,7 +38,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows in the batch, because a CUDA graph needs tensors of constant size."""
+        """Do nothing: finished rows stay in the batch, because a CUDA graph needs tensors of constant size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
@@ -90,7 +90,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # torch.cuda.graph would empty PyTorch's memory cache before each capture, which takes up to 0.4 s.
+        # torch.cuda.graph would empty PyTorch's memory cache before each capture, and need up to 0.4 s for it.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -24,9 +24,9 @@ class Filters:
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # for each row and each of its tokens, the ids that the filters kept
+        # the ids that the filters kept, for each token of each row
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
-        # (R, V) bool, whether a row's prompt or completion contains a token id
+        # (R, V) bool, True if the token id occurs in the row's prompt or completion
         self.seen: Tensor | None = None
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -47,9 +47,9 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that top_k, top_p and min_p kept for each token; training normalises over the kept ids."""
+        """Store the ids that top_k, top_p and min_p kept for each token; training's softmax covers only these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # Cut off the ids of steps in which the completion had ended, but its row was still in the batch.
+            # A row may stay in the batch after its completion has ended; cut off the ids of these steps.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

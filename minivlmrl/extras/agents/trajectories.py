@@ -1,4 +1,4 @@
-"""Sample trajectories, which are completions of several turns with separate context windows.
+"""Sample trajectories: completions of several turns, in which each turn has its own context window.
 
 A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. The context
 window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate the tokens of all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # Logs show each turn after the first one with the last image of the turn's prompt.
+        # From the second turn on, logs show the last image of each turn's prompt.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

@@ -24,7 +24,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# Texts without an answer, which the policy would learn to write if a reward gave them a high value.
+# Texts without an answer. If a reward gives them a high value, the policy learns to write them.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -51,7 +51,7 @@ class Trial:
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (rows, reward functions) of one text for each row, as if the model had sampled it."""
+        """Compute the rewards (rows, reward functions) of one text per row, as if the model had sampled these texts."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -64,7 +64,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return each row's solution as a text, in the form that gets the highest reward: 3 or 3.0, for example."""
+        """Return each row's solution as a text, for example as 3 or 3.0, whichever gets the higher reward."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -87,7 +87,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that the demonstrations on which the stage sft trains have high rewards in a later stage."""
+    """Check that the demonstrations of the stage sft get high rewards in a later stage."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -112,11 +112,10 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check that the answers on which a stage trains agree with the column `solution` of their rows.
+    """Check whether the answers in a row contradict the row's column `solution`.
 
-    A reward above half of the highest reward means a right answer, any other reward a wrong answer. Three faults are
-    counted: a good answer is wrong, a bad answer is right, or a rejected answer has a higher reward than the chosen
-    answer.
+    An answer counts as right if its reward is above half of the highest reward. Three faults are counted: a good answer
+    that is wrong, a bad answer that is right, and a rejected answer with a higher reward than the chosen one.
     """
     names = trainer.answers
     # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
@@ -263,7 +262,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution, for which a reward does not accept the answer "none"."""
+    """Check that rewards accept the answer "none" in rows with an empty solution."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -278,7 +277,7 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two names of one label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
+    """Check for labels with two names, such as "ice cream" and "Ice-Cream", if a reward accepts only one of the names.
 
     Labels with digits are not compared: 1-5 and 15 differ only in a hyphen, but are different answers.
     """
@@ -324,7 +323,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores far higher, the reward cannot read right answers, which other checks report.
+    # If the constant answer scores far higher, the reward cannot read right answers; other checks report this.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -353,7 +352,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a reward is high for an answer such as "cat, dog, horse", which lists the solutions of all rows."""
+    """Check whether a reward is high for a text that lists the solutions of all rows, such as "cat, dog, horse"."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -367,7 +366,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function caches values by text alone, and so confuses rows with different solutions."""
+    """Check whether a reward function's cache ignores the solution, so that a text has the same value in every row."""
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
     pairs = []  # each row's answer, the row, and a row with another solution
@@ -394,7 +393,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Write an answer as a completion in the format data.answer_format, for example between <answer> tags."""
+    """Format an answer as the option data.answer_format says, for example between <answer> tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)
@@ -407,7 +406,7 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row) -> list[str]:
-    """Return the texts that may be right answers to a row, with `str(solution)` as the last text.
+    """Return the texts that may be right answers to a row; the last text is `str(solution)`.
 
     Example: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`.
     """

@@ -20,7 +20,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows of a data file without opening their images, or the first 1000 rows of a generated dataset."""
+    """Yield a data file's rows without opening their images; of a generated dataset, yield only the first 1000 rows."""
     if isinstance(rows, FileRows):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -84,7 +84,7 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check whether all rows have the same image, or many images have only one colour."""
+    """Check whether all rows have the same image, and whether many images have only one colour."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield ("All rows that were checked have the same image. Check which files the column image or images names.")
@@ -213,7 +213,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield the token counts of answers without images.
 
-    A token has at least one byte, so an answer of few bytes cannot exceed the limit, and is skipped.
+    Short answers are skipped: a token has at least one byte, so an answer of 50 bytes has at most 50 tokens.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)

@@ -5,8 +5,8 @@
 
 The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The converted file is
 written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
-layout cannot store. For a YAML list of data sets, as in VLM-R1, the command converts each data set, and prints the
-recipe's option data.train.
+layout cannot store. The command also converts all data sets in a YAML list of VLM-R1, and prints the recipe's option
+data.train.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches whose rows all have the same columns: pyarrow ignores columns that a batch's first row lacks."""
+    """Yield batches of rows with equal columns, because pyarrow ignores a column that the first row does not have."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]

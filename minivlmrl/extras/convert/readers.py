@@ -35,7 +35,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """The columns of a row that have a value; `dropped` counts the columns and keys that the conversion loses."""
+    """The columns of a row, without missing values. `dropped` counts the columns and keys that the conversion loses."""
 
     def __init__(self, row: dict, dropped: Counter):
         # value == value is False for NaN, which pandas writes for a missing value
@@ -235,7 +235,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Put a conversation into a row as `messages` or, if a column has a rejected answer, as a preference pair."""
+    """Put a conversation into a row: as a preference pair if the row has a rejected answer, else as `messages`."""
     is_answered = turns[-1]["role"] == "assistant" if turns else False
     if not is_answered:
         return row.put(prompt=turns, **read_pair(row))

@@ -90,7 +90,7 @@ def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column."""
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # `where` still names the previous row when reading a row fails, so csv.Error is caught outside error_context.
+    # When csv.Error is raised, `where` still names the previous row, so error_context would name the wrong row.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []

@@ -17,7 +17,7 @@ from minivlmrl.data.rows import Row
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for TRL: a prompt with answers, or `messages` for a conversation with several answers.
 
-    If a column `completion` had several answers, TRL would also train the user's turns between the answers.
+    In a column `completion` with several answers, TRL would also train on the user's turns between the answers.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
@@ -86,7 +86,7 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as training does; also return the columns that are neither texts nor images."""
+    """Read a row as in training; return the row, its images and videos, and all other columns."""
     row, media = read_row(columns, ("problem",), RowOptions(), folder, columns)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
@@ -118,7 +118,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's images or videos, and count lost options (max_pixels) in `dropped`."""
+    """Return the absolute paths of a row's images or videos; count their options, such as max_pixels, in `dropped`."""
     listed = []
     for item in media:
         if item.kind == kind:

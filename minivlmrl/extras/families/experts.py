@@ -59,7 +59,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP sums an expert's gradients over all ranks, so an expert with tokens on one rank runs on all ranks.
+            # FSDP sums an expert's gradients over all ranks, so if one rank needs an expert, all ranks must run it.
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -95,7 +95,7 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# a weight file joins gate_proj and up_proj of all experts in one tensor, gate_up_proj
+# a weight file stores gate_proj and up_proj of all experts as one tensor, gate_up_proj
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 

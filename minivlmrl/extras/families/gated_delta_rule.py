@@ -91,7 +91,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
 def in_chunks(x: Tensor, size: int) -> Tensor:
     """Divide the tokens of a tensor x into chunks of `size` tokens: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
     (b, T) = x.shape[:2]
-    # a padded token has the key 0 and the decay 1, so it does not change the state
+    # zeros fill the last chunk: a token with k = 0 and g = 0 (decay 1) does not change the state
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
 

@@ -63,7 +63,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose rotary embeddings rotate a part of each head, and whose output is multiplied by a gate."""
+    """Attention with a gate on the output, and with rotary embeddings for only a part of each head."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)

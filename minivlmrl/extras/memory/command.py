@@ -121,9 +121,9 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
-    All prompts are assumed to be as long as the longest prompt. Matrix products are assumed to run at the GPU's peak
-    rate, and a decode step is assumed to read the decoder's weights and the KV cache once. The time for attention,
-    activation functions and the CPU is not counted.
+    Three assumptions: all prompts are as long as the longest prompt, matrix products run at the GPU's peak rate, and a
+    decode step reads the decoder's weights and the KV cache once. The time for attention, activation functions and the
+    CPU is not counted.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy

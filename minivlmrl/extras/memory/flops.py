@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model's forward and backward pass.
 
-In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
-the forward pass for the gradients of inputs, and as many again for the gradients of weights. FLOPs of attention,
-recurrence, norms, activation functions and activation checkpointing are not counted.
+In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes 2 FLOPs per value
+for the gradients of the inputs, and 2 for the gradients of the weights. FLOPs of attention, recurrence, norms,
+activation functions and activation checkpointing are not counted.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return the FLOPs per image patch, per merged patch, per token, and per token whose logits are computed.
+    """Return the FLOPs of an image patch, a merged patch and a token, and the extra FLOPs of a token with logits.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
