@@ -17,7 +17,7 @@ An entry of `completions` has these fields:
 - tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
 - pictures: paths of the images that an environment added;
 - extra: other values that reward functions log;
-- turns: for each turn of an agent, text, tokens (their number), and shown, which is true if the prompt has an image.
+- turns: for each turn of an agent, the fields text, tokens (a number), and shown (true if the prompt has an image).
 """
 
 import json

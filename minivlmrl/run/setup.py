@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # If max_epochs ends a stage before max_steps, config.yaml gets the smaller number as max_steps.
+        # max_epochs may end a stage early, so config.yaml gets the actual number of steps as max_steps.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -219,7 +219,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows whose prompt, with the answer if there is one, exceeds data.max_prompt_tokens tokens.
+    """Remove training rows with more than data.max_prompt_tokens tokens; answers to train on count, too.
 
     Returns:
         The remaining rows, and on rank 0 a summary of each dataset.

@@ -71,7 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: a wrong colour or shape, different colours in thought and answer, or missing text."""
+    """Make a rejected answer: its colour or shape is wrong, it contradicts its thought, or it lacks some characters."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]

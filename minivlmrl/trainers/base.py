@@ -91,7 +91,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from rows, prompts, completions and their rewards: (completions, reward functions)."""
+        """Build a rollout from rows, prompts and completions; `rewards` is (completions, reward functions)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -165,7 +165,7 @@ class Trainer:
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError, before any model is loaded, if the stage cannot run the recipe."""
+        """Raise ValueError if the stage cannot train with the recipe; called before any model is loaded."""
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -177,7 +177,7 @@ class Trainer:
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Return the largest micro-batches that the given rows can have, to test whether a step fits in memory."""
+        """Build the largest possible micro-batches from the given rows, to test whether a step fits in memory."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -185,7 +185,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Measure the time of a phase, such as "sampling", which an out-of-memory message also names."""
+        """Measure the time of a phase, for example "sampling"; an out-of-memory message also names the phase."""
         self.timer.start(name)
         return phase(name)
 

@@ -35,7 +35,7 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Read each group's row from the dataset, and return its samples; all ranks must call this function together."""
+    """Read the rows of groups, and return each group's samples; all ranks must call this function together."""
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
     trainer.world.wait()  # for a rank that reads its images slowly
     opened = []
@@ -78,8 +78,8 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. Ranks
-    that process groups of similar length at the same time wait less for each other in a sharded model.
+    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. In a
+    sharded model, ranks wait for each other. They wait less if their groups have similar lengths in each turn.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -1,4 +1,4 @@
-"""Find and check the loss function and the advantage function of a recipe, which a user may write."""
+"""Find and check the loss and advantage functions that a recipe names, built-in ones or a user's own."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Return the options of a recipe section, and the values in `others`, that loss functions accept as arguments."""
+    """Collect the arguments that loss functions accept, from a section of the recipe and from `others`."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
@@ -34,7 +34,7 @@ def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Import the function that a text such as "file.py:name(option=2)" names, and set the argument option to 2."""
+    """Import a function; "file.py:name(option=2)" gives the function `name` with its parameter `option` set to 2."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():
@@ -68,7 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    # Ratios of new to old probabilities from 0.1 to 10 exceed usual clipping bounds, so that the bounds have an effect.
+    # Ratios of new to old probabilities range from 0.1 to 10, so that clipping at 0.8 and 1.2 changes the loss.
     old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
@@ -87,9 +87,9 @@ def try_loss(loss: Callable, config: GRPOOptions):
 
 
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
-    """Call a custom loss for two completions; return the loss, and its gradient for the log-probabilities."""
+    """Call a custom loss for two completions; return the loss and its gradient with respect to log-probabilities."""
     logps = logps.clone().requires_grad_()
-    # The reference log-probabilities depend on beta, so that beta changes every loss that reads a reference.
+    # Changing beta must change the loss, even if the loss reads the reference but not beta itself.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])

@@ -91,7 +91,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that must differ within a group, (samples, K), or their weighted sum, (samples, 1)."""
+        """Return what dynamic sampling compares in a group: rewards, (samples, K), or weighted sums, (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -143,7 +143,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute advantages, (samples,), from rewards, (samples, rewards), and their weighted sums, (samples,)."""
+        """Compute each sample's advantage from its rewards, (samples, K), and their weighted sum: (samples,)."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
@@ -205,7 +205,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if samples with an advantage of 0 can change the gradient, for example by the KL penalty."""
+        """Return True if samples with an advantage of 0 affect the gradient, for example because of a KL penalty."""
         config = self.config
         is_regularized = config.beta or config.entropy_coef or config.top_entropy_quantile < 1
         return bool(is_regularized or config.loss_type == "bnpo" or self.loss_function is not grpo_loss)
@@ -241,7 +241,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        # A user's loss function gets the options of grpo_loss, and other options of the section grpo that it accepts.
+        # A user's loss function gets all options of grpo_loss. Its parameters may name further options of section grpo.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward

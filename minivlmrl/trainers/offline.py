@@ -67,7 +67,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose loss is a mean over the micro-batch."""
+        """Pack prompts and answers into a micro-batch; `step` replaces the normalizer with that of the whole step."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
@@ -84,7 +84,7 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the rows that have all answers equally among the ranks.
+        """Select this rank's share of the rows that have all answers.
 
         All ranks must run a sharded model equally often, so a rank with fewer rows repeats a row of another rank.
 

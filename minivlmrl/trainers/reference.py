@@ -59,7 +59,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # torch does not see a module inside a list. Otherwise, a checkpoint would save the policy a second time.
+        # The list hides the policy from torch, so that a checkpoint saves the policy only once.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -70,11 +70,11 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Exchange the values of the model's parameters with their copies; an FSDP model must be resharded before."""
-        # Autograd does not notice an exchange of parameter.data, so exchange() is called again before a backward pass.
+        """Exchange the values of the model's parameters with their copies; reshard an FSDP model before this call."""
+        # Call exchange() again before a backward pass: autograd does not notice a change of parameter.data.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Exchanging two tensors takes no memory, so running out of memory leaves no half-exchanged policy.
+                # Exchanging two tensors allocates no memory, so the exchange cannot run out of memory halfway.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -100,7 +100,7 @@ def swapped_in(
 
 
 def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise ValueError if the model in a folder needs other inputs than the policy, or has another vocabulary size."""
+    """Raise ValueError unless the model in a folder takes the same inputs as the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
     for name in MATCHING_FIELDS:

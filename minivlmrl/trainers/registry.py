@@ -31,7 +31,7 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer class of a stage, also if the option `stages` names a class in a user's file."""
+    """Return the trainer class of a stage: a built-in class, or a class in a user's file."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
@@ -39,7 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # A recipe without stages only evaluates, and may keep options of the section `reference`.
+    # With `stages: []`, a training recipe only evaluates; its options of the section `reference` may stay.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

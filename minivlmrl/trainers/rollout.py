@@ -98,7 +98,7 @@ class RolloutTrainer(Trainer):
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Compute a rollout's metrics, and pack the micro-batches of each step from its part of the groups."""
+        """Compute a rollout's metrics, and pack each part of the groups into the micro-batches of one step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -133,7 +133,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.config.num_generations for completion in longest]
         num_samples = len(rows) * self.config.num_generations
-        # The rewards alternate between 0 and 1, because a step may leave out groups with equal rewards.
+        # A step may leave out groups with equal rewards, so the rewards in each group alternate between 0 and 1.
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)

@@ -49,7 +49,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Compute how much rewards differ among the completions of a prompt.
+    """Measure the spread of rewards among the completions of a prompt.
 
     Args:
         total: (n,) weighted sums of rewards of the completions on all ranks.
@@ -61,7 +61,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Return means over all ranks of the metrics that reward functions have logged, and empty the log."""
+    """Return the mean over all ranks of each metric that reward functions have logged; then empty the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
