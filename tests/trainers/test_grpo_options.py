@@ -67,7 +67,7 @@ def test_overlong_completions_are_punished(stage, samples):
     line = run.update()
     assert line["reward"] == pytest.approx(rewards.mean().item())
     assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
-    rules = WarningRules(run.trainer, run.optimizer)
+    rules = WarningRules(run.trainer, run.optimizer, {})
     rules.step(line, run.step.rollout)
     assert rules.extremes == pytest.approx([rewards.min().item(), rewards.max().item()])
 
