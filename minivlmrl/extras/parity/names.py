@@ -936,7 +936,7 @@ FACTORS = {
         (lambda d: [0.0, *d.schedule.get("rates", [])][-1] / (d.optimizer.get("learning_rate") or 1), "after|learning"),
     "the largest learning rate divided by the current one":
         (lambda d: d.schedule.get("learning_rate", 0) / (d.optimizer.get("learning_rate") or 1), "after|learning"),
-    "bits instead of nats": (lambda d: 1 / math.log(2), ".*logps$|entropies|loss|logps|grad"),
+    "1 / ln 2, as in bits": (lambda d: 1 / math.log(2), ".*logps$|entropies|loss|logps|grad"),
 }  # fmt: skip
 COUNTS = {
     "micro-batches": (lambda d: len(d.micro_batches), "loss|logps|grad|after|learning"),
@@ -953,7 +953,7 @@ COUNTS = {
     "columns": (lambda d: d["input_ids"].numel(), "loss|logps"),
     "tokens of prompts and completions": (lambda d: d["row_lengths"].sum().item(), "loss|logps"),
     "tokens of the longest completion": (lambda d: d["lengths"].max().item(), "loss|logps"),
-    "max_completion_length": (lambda d: d.about.get("max_completion_length"), "loss|logps"),
+    "tokens of max_completion_length": (lambda d: d.about.get("max_completion_length"), "loss|logps"),
     "rows of a micro-batch": (lambda d: len(d.micro_batches[0]), "loss|logps"),
     "pairs of a micro-batch": (lambda d: len(d.micro_batches[0]) // 2 if "pair" in d else 1, "loss|logps"),
 }  # fmt: skip

@@ -495,10 +495,10 @@ def count_causes(d: Dump) -> list[Cause]:
     for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
         if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
             continue
-        name = name.replace("one over the temperature", "temperature")
+        number = f"the number of {name}" if name in table.COUNTS else name
         for word, sign in (("multiplied", 1), ("divided", -1)):
             change = {"factor": lambda s, function=function, sign=sign: (function(s.step) or 1) ** sign}
-            causes.append(Cause(f"all values are {word} by the number of {name}", change, table.FACTOR))
+            causes.append(Cause(f"all values are {word} by {number}", change, table.FACTOR))
     return causes
 
 

@@ -495,6 +495,6 @@ UNSEEN_BUGS = {
     "other beta1": optimizer("beta1 is 0.95", CREATED,
         f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
         {"at": 1}),
-    "bits": dpo("bits instead of nats", "-F.logsigmoid(self.beta * delta_score)",
+    "bits": dpo("1 / ln 2, as in bits", "-F.logsigmoid(self.beta * delta_score)",
         "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453"),
 }  # fmt: skip

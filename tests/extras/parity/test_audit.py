@@ -380,8 +380,8 @@ def test_a_factor_lists_each_count_that_explains_it():
 
 @pytest.mark.parametrize("lengths, factor, says", [
     # 4 / 3 is 16 counted tokens over a max_completion_length of 12, and 12 over 9 completions of a group
-    ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 max_completion_length",
-                                   "or the 12 max_completion_length over the 9 completions of a group"]),
+    ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 tokens of max_completion_length",
+                                   "or the 12 tokens of max_completion_length over the 9 completions of a group"]),
     # the factor 1 / 2 comes from 2 micro-batches, rather than from 15 tokens over 30 columns
     ((5, 3, 2, 2, 2, 1), 0.5, ["1 over the 2 micro-batches"]),
     # a learning rate or a temperature cannot multiply a loss
