@@ -49,7 +49,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store the ids that top_k, top_p and min_p kept for each token; training's softmax covers only these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # A row may stay in the batch after its completion has ended; cut off the ids of these steps.
+            # A row may stay in the batch after its completion has ended; cut off the ids of the later steps.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
