@@ -349,7 +349,7 @@ class QwenVL(nn.Module):
 VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
 VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
 VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-# prefixes of the control tokens that become ordinary text if a user writes them in a question
+# prefixes of control tokens; if a user writes such a token in a question, it is ordinary text
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
@@ -358,10 +358,7 @@ def write(file, values):
 
 
 def read_config(folder) -> dict:
-    """Read config.json, also if it has the language model's options in text_config.
-
-    transformers 5 writes such files.
-    """
+    """Read config.json. transformers 5 writes the language model's options into text_config."""
     config = json.loads(Path(folder, "config.json").read_text())
     if config["model_type"] != "qwen2_5_vl":
         raise ValueError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
@@ -398,8 +395,8 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     smallest = settings.get("min_pixels") or size["shortest_edge"]
     largest = settings.get("max_pixels") or size["longest_edge"]
     model.pixels = (smallest, max_pixels or largest)
-    # A control token such as <|im_end|> is encoded as ordinary text if a user writes it in a
-    # question. Other added tokens, such as <|box_start|>, keep their ids in such a text.
+    # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
+    # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     for token in tokenizer["added_tokens"]:
         token["special"] = token["content"].startswith(STRUCTURE)

@@ -113,8 +113,9 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     """
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
-    values = [row.get(name) for row in evaluations.values()]  # None if NaN, or if no row has a solution
-    if len(values) < 2 or not num_rows or not all(value is not None and 0 <= value <= 1 for value in values):
+    values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # None is NaN
+    is_complete = len(values) == len(evaluations) > 1 and all(0 <= value <= 1 for value in values)
+    if not (is_complete and num_rows):
         return None
     changes = []
     for when, before, after in zip([*evaluations][1:], values, values[1:], strict=False):
