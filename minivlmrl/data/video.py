@@ -5,7 +5,7 @@ The class model/families/qwen3_vl.Videos samples and resizes videos for Qwen3-VL
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import PIL.Image
@@ -46,6 +46,9 @@ class Video:
     def read(self, _processor: ImageProcessor) -> "Video":
         return self
 
+    def gray(self) -> "Video":
+        return replace(self, frames=[PIL.Image.new("RGB", self.frames[0].size, "grey")] * len(self.frames))
+
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize a video's frames, and cut the frames into patches.
 
@@ -81,6 +84,9 @@ class VideoFile:
         if processor.videos is None:
             return self.load()
         return self.load(frame_factor=1, defaults=processor.videos.sampling)
+
+    def gray(self) -> "VideoFile":
+        return VideoFile(lambda **options: self.load(**options).gray())
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
         return self.read(processor).patches(processor, **options)

@@ -1,7 +1,7 @@
 """Evaluate a model: sample answers to held-out rows at temperature 1 and greedily, and compute their rewards."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 
@@ -24,6 +24,8 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
 BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
+# {kind of training rows: metric that a stage with such rows computes on the answers in held-out rows}
+ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
 def evaluate(
@@ -51,7 +53,7 @@ def evaluate(
         )
         scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, reward functions)
         means[name] = scores.nanmean(0).tolist()
-    values = metrics_by_name(rewards, means)
+    values = metrics_by_name([reward.name for reward in rewards], means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
@@ -62,17 +64,13 @@ def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> S
     return replace(sampling, **changed)
 
 
-def metric_name(reward: str, way: str) -> str:
-    return f"eval/{reward}_{way}"
-
-
-def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
+def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:
     """Return the metrics to report from the means {"greedy": [mean of each reward], "sampled": ...}."""
-    values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
+    values = {f"eval/{rewards[0]}_{way}": mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
-        values[metric_name(reward.name, "sampled")] = means["sampled"][k]
-        if not (k == 1 and reward.name.endswith("format")):
-            values[metric_name(reward.name, "greedy")] = means["greedy"][k]
+        values[f"eval/{reward}_sampled"] = means["sampled"][k]
+        if not (k == 1 and reward.endswith("format")):
+            values[f"eval/{reward}_greedy"] = means["greedy"][k]
     return values
 
 
@@ -84,31 +82,36 @@ def noise(before: float, after: float, num_rows: int) -> float:
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
-def check_best_metric(config: RunConfig):
-    """Raise ValueError if the option best_metric does not name an evaluation metric."""
+def check_best_metric(config: RunConfig, needs: Collection[str]):
+    """Raise ValueError if no evaluation of a run measures best_metric; `needs` are the kinds of rows of its stages."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
-    names = [metric_name(rewards[0], way) for way in ways]
-    names += [metric_name(name, way) for name in rewards[1:] for way in ways[:2]]
-    names += ["eval/pair_accuracy", "eval/loss"]
+    names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
+    names += [name for kind, name in ANSWER_METRICS.items() if kind in needs]
     if config.best_metric is not None and config.best_metric not in names:
         raise ValueError(f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}")
 
 
-def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
+def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
+    images = [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
+    return {"images": images, "videos": [video.gray() for video in row.videos]}
 
 
-def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return the images of another row, repeated or cut to the number of images in the given row."""
-    for distance in range(1, len(rows) + 1):
-        images = rows[(row.index + distance) % len(rows)].images
-        if len(images):
-            return list(islice(cycle(images), len(row.images)))
-    return []
+def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
+    """Return another row's images and videos, repeated or cut to their number in the given row.
+
+    The images get the size of the given row's images, so that boxes are compared in the same units.
+    """
+    others = {}
+    for name in ("images", "videos"):
+        number = len(getattr(row, name))
+        near = (getattr(rows[(row.index + distance) % len(rows)], name) for distance in range(1, len(rows) + 1))
+        others[name] = list(islice(cycle(next(filter(len, near))), number)) if number else []
+    others["images"] = [image.resize(own.size) for image, own in zip(others["images"], row.images, strict=True)]
+    return others
 
 
-# {ending of a metric's name: function that replaces the images of a row}
+# {ending of a metric's name: function that replaces the images and videos of a row}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -119,7 +122,7 @@ def generate_for_rows(
     rewards: Sequence[Reward],
     key: str,
     describe: Callable,
-    images: Callable[[Row, Dataset], list[PIL.Image.Image]] | None = None,
+    images: Callable[[Row, Dataset], dict[str, list]] | None = None,
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield a list of results for each batch of rows.
 
@@ -144,7 +147,7 @@ def generate_for_rows(
             columns = no_columns | row.columns
             row = replace(row, key=f"{key}/{index}", index=index, columns=columns)
             if images is not None:
-                row = replace(row, images=images(row, rows))
+                row = replace(row, **images(row, rows))
             batch.append(row)
         with phase("evaluation", batch):
             scores, completions = generate_and_score(sample, batch, count, rewards)

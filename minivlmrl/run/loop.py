@@ -94,7 +94,7 @@ def train_stages(
 def set_up(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    check_outputs(config)
+    check_outputs(config, trainers)
     if world.is_main:
         describe_hardware(config, world)
     for callback in callbacks:

@@ -26,9 +26,9 @@ from minivlmrl.trainers.base import Trainer
 SUMMARY, BEST = "summary.json", "best"
 
 
-def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric names no metric, or if torchrun restarts ranks without --resume=auto."""
-    check_best_metric(config)
+def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
+    """Raise ValueError if no stage has the metric best_metric, or if torchrun restarts ranks without --resume=auto."""
+    check_best_metric(config, [trainer.needs for trainer in trainers.values()])
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
             "resume: torchrun's --max-restarts only works with --resume=auto, because a restarted "

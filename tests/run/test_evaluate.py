@@ -1,5 +1,6 @@
 """Test how an evaluation averages rewards, and that its samples depend only on the row."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import PIL.Image
@@ -7,13 +8,16 @@ import pytest
 import torch
 
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
 from minivlmrl.model.build import random_model
 from minivlmrl.run import evaluate as file
-from minivlmrl.run.evaluate import evaluate
+from minivlmrl.run.evaluate import IMAGE_ABLATIONS, check_best_metric, evaluate
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
+from tests.helpers.runs import write_lines
 from tests.helpers.stages import ONE
 from tests.helpers.talk import user
 
@@ -94,6 +98,19 @@ def test_metrics_that_no_row_provides_are_not_reported(scripted):
     assert "eval/acc_0_5_greedy" in evaluate(None, None, ROWS, config(["iou", "acc_0_5"], SAMPLING), ONE)
 
 
+@pytest.mark.parametrize(("name", "needs"), [
+    ("eval/format_greedy", {"demonstrations"}), ("eval/accuracy_gray_image", {"demonstrations"}),
+    ("eval/loss", {"prompts", "pairs"}), ("eval/pair_accuracy", {"demonstrations"}),
+])  # fmt: skip
+def test_a_best_metric_that_no_evaluation_of_the_run_measures_is_refused(name, needs):
+    run = config()
+    run.best_metric = name
+    with pytest.raises(ValueError, match=f"best_metric is '{name}', but it must be one of eval/accuracy_sampled, "):
+        check_best_metric(run, needs)
+    run.best_metric = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}[max(needs - {"prompts"})]
+    check_best_metric(run, needs)
+
+
 @pytest.fixture(scope="module")
 def model(folder):
     return random_model(folder / "model.json", shapes.tokenizer(), 0)
@@ -126,3 +143,27 @@ def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypat
     assert own == [[image.tobytes() for image in row.images] for row in rows]
     assert shown[8:12] == [[blank], [], [blank] * 2, [blank]]
     assert shown[12:16] == [own[2][:1], [], own[3] * 2, own[0]]
+
+
+def test_videos_are_grey_or_swapped_too(tmp_path):
+    sizes = {"a": (56, 28), "b": (28, 28), "c": (28, 56)}
+    for name, size in sizes.items():
+        PIL.Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
+    lines = [{"problem": "1", "video": ["a.png", "a.png"], "image": "b.png"}, {"problem": "2", "image": "c.png"},
+             {"problem": "3", "videos": [["b.png"], ["c.png"]]}]  # fmt: skip
+    write_lines(tmp_path / "rows.jsonl", lines)
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    images = ImageProcessor(patch_size=7)
+    for name, expected in {"gray_image": [(56, 28), (56, 28)], "swapped_image": [(28, 28)]}.items():
+        row = replace(rows[0], index=0)
+        row = replace(row, **IMAGE_ABLATIONS[name](row, rows))
+        [video], [image] = row.videos, row.images
+        assert [frame.size for frame in video.read(images).frames] == expected
+        grey = PIL.Image.new("RGB", (28, 28), "grey")
+        # boxes are in pixels of the row's own image, so another row's image has the same size
+        assert image.size == (28, 28) and (image.tobytes() == grey.tobytes()) == (name == "gray_image")
+        colours = {frame.getpixel((0, 0)) for frame in video.read(images).frames}
+        assert colours == ({grey.getpixel((0, 0))} if name == "gray_image" else {(255, 0, 0)})
+    [swapped] = IMAGE_ABLATIONS["swapped_image"](replace(rows[1], index=1), rows)["images"]
+    assert swapped.size == (28, 56)
+    assert len(IMAGE_ABLATIONS["swapped_image"](replace(rows[2], index=2), rows)["videos"]) == 2
