@@ -10,6 +10,7 @@ import torch
 from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.read_row import answer_image_parts
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import error_context
 
@@ -99,7 +100,7 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator["RowSize"]:
-    """Yield the sizes of rows that exceed `limit` tokens with their longest answer; skip rows with videos.
+    """Yield the sizes of rows that exceed `limit` tokens with their longest answer.
 
     If skip_unreadable is False, an unreadable row raises ValueError.
     """
@@ -109,12 +110,15 @@ def long_rows(
     numbers = []
     for number in range(len(rows)):
         row, media = rows.read(number)
-        image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
+        media += [part["image"] for part in answer_image_parts(row)]
+        image_tokens = len(media) * images.max_pixels // images.factor**2
         texts = [row.messages, *(getattr(row, name) for name in answers)]
+        # A video, or an image with options of its own, can have more tokens.
+        is_unbounded = any(item.options or item.kind == "video" for item in media)
         # a token has at least one byte, so a text has at most as many tokens as bytes
-        if len(repr(texts).encode()) + image_tokens + MARKUP > limit:
+        if is_unbounded or len(repr(texts).encode()) + image_tokens + MARKUP > limit:
             numbers.append(number)
-    sizes = row_sizes(rows, numbers, processor, answers, [] if skip_unreadable else None)
+    sizes = row_sizes(rows, numbers, processor, answers, [] if skip_unreadable else None, videos=True)
     yield from (size for size in sizes if size.longest > limit)
 
 

@@ -6,11 +6,12 @@ import pytest
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.row_summary import long_rows, summary, without_rows
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
+from tests.helpers.talk import assistant, user
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 
@@ -54,6 +55,21 @@ def test_videos_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
     write_lines(tmp_path / "rows.jsonl", lines)
     assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2 with 1 video"
+
+
+def test_long_rows_include_videos_and_images_with_their_own_size(tmp_path):
+    PIL.Image.new("RGB", (700, 700)).save(tmp_path / "a.png")
+    large = {"image": "a.png", "max_pixels": 700 * 700}
+    shown = [assistant("a"), user([{"type": "image", **large}]), assistant("b")]
+    lines = [{"video": ["a.png"] * 4}, {"image": large}, {"image": "a.png"}, {"completion": shown}]
+    write_lines(tmp_path / "rows.jsonl", [{"problem": "What?"} | line for line in lines])
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    small = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=14 * 14))
+    lengths = [len(row.prompt(small).input_ids) for row in rows]
+    lengths[3] += len(encode_answer(small, rows[3], rows[3].completion).ids)
+    assert lengths[2] < 100 and min(lengths[0], lengths[1], lengths[3]) > 1400
+    found = {size.index: size.longest for size in long_rows(rows, small, 1400, answers=("completion",))}
+    assert found == {index: lengths[index] for index in (0, 1, 3)}
 
 
 @pytest.mark.parametrize("damage", ["page", "empty", "strip"])
