@@ -9,7 +9,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS
 from minivlmrl.data.media import Media
-from minivlmrl.data.messages import as_turns, content_parts, part_kind
+from minivlmrl.data.messages import LOSS_KEYS, as_turns, content_parts, is_trained, part_kind, shown_parts_of
 from minivlmrl.data.read_row import read_row
 from minivlmrl.data.rows import Row
 
@@ -24,11 +24,11 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     if any(item.kind == "video" for item in media):
         raise ValueError("TRL reads no videos")
     shown = {"images": sources(media, "image", folder, dropped)}  # also without images, for rows beside others
-    answers = {name: [plain(turn) for turn in turns] for name, turns in answers.items()}
-    prompt = [plain(turn) for turn in prompt]
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
-        return others | {"messages": prompt + answers["completion"]} | shown
-    return others | {"prompt": prompt} | answers | shown
+        turns = without_loss([*prompt, *answers["completion"]], dropped)
+        return others | {"messages": [plain(turn) for turn in turns]} | shown
+    answers = {name: [plain(turn) for turn in without_loss(turns, dropped)] for name, turns in answers.items()}
+    return others | {"prompt": [plain(turn) for turn in without_loss(prompt)]} | answers | shown
 
 
 def plain(turn: dict) -> dict:
@@ -40,12 +40,22 @@ def plain(turn: dict) -> dict:
     return turn | {"content": [part for part in parts if part.get("text") != ""]}
 
 
+def without_loss(turns: list[dict], dropped: Counter | None = None) -> list[dict]:
+    """Remove the keys that exclude a turn from the loss, and count in `dropped` the answers that had such a key."""
+    if dropped is not None:
+        dropped.update(
+            "that an answer is not trained" for turn in turns if turn["role"] == "assistant" and not is_trained(turn)
+        )
+    return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
+
+
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags, images, and a rejected answer."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
-    new = others | {"messages": [tagged(turn) for turn in [*prompt, *first]]}
+    turns = [turn if is_trained(turn) or turn["role"] != "assistant" else turn | {"loss": False} for turn in first]
+    new = others | {"messages": [tagged(turn) for turn in [*prompt, *turns]]}
     if "rejected" in answers:
         rejected = [tagged(turn) for turn in answers["rejected"]]
         is_short = len(rejected) == 1 and len(answers["chosen"]) == 1
@@ -63,12 +73,15 @@ def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
     solution = others.pop("solution", None)
     if solution is not None:
         truth = {"style": "rule", "ground_truth": str(solution)}
-        new = {"data_source": "minivlmrl", "prompt": [tagged(turn) for turn in prompt], "reward_model": truth}
+        turns = without_loss(prompt)
+        new = {"data_source": "minivlmrl", "prompt": [tagged(turn) for turn in turns], "reward_model": truth}
         dropped.update(f"column {name!r}, because the row has a solution" for name in answers)
-    elif answers.keys() == {"completion"}:
-        new = {"messages": [tagged(turn) for turn in [*prompt, *answers["completion"]]]}
+        media = media[: len(shown_parts_of(prompt))]
+    elif answers.keys() == {"completion"} and not isinstance(others.get("label"), bool):
+        turns = without_loss([*prompt, *answers["completion"]], dropped)
+        new = {"messages": [tagged(turn) for turn in turns]}
     else:
-        raise ValueError("verl needs a solution or a completion, because verl's trainers read no preference pairs")
+        raise ValueError("verl needs a solution or a completion, because verl's trainers read no pairs and no labels")
     new = others | new
     for kind in ("image", "video"):
         listed = sources(media, kind, folder, Counter())
@@ -103,7 +116,10 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
                 raise ValueError("the chosen and the rejected answer must show the same images in other layouts")
-    return row.messages, answers
+    prompt = row.messages
+    if answers:  # an answer in the prompt is not trained
+        prompt = [turn | {"loss": False} if turn["role"] == "assistant" else turn for turn in prompt]
+    return prompt, answers
 
 
 def tagged(turn: dict) -> dict:

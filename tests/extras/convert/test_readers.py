@@ -204,10 +204,34 @@ def test_rows_are_written_for_other_projects(read, tmp_path, form, project):
     assert row | {"images": 1} == THEIRS[form, project]
 
 
+def test_answers_that_are_not_trained_stay_so_or_are_named(read, capsys):
+    turns = [user("a"), assistant("1"), user("b")]
+    answer = [assistant("2") | {"weight": 0}, user("c"), assistant("3")]
+    untrained = [answer[0] | {"loss": False}, *answer[1:]]
+    row = {"prompt": turns, "completion": answer}
+    assert read(row, to="ms-swift")["messages"] == [turns[0], turns[1] | {"loss": False}, turns[2], *untrained]
+    for project in ("trl", "verl"):
+        roles = [turn.keys() for turn in read(row, to=project)["messages"]]
+        assert roles == [{"role", "content"}] * 6
+        assert "dropped: that an answer is not trained (2 times)" in capsys.readouterr().err
+    for column in ("completion", "chosen"):
+        answers = {"completion": "x"} if column == "completion" else {"chosen": "x", "rejected": "y"}
+        assert "loss" not in json.dumps(read({"prompt": turns} | answers, to="trl"))
+        assert "dropped" not in capsys.readouterr().err
+
+
+def test_the_images_of_an_answer_that_is_dropped_are_dropped_too(read, tmp_path):
+    part = {"type": "image", "image": "dog.jpg"}
+    answer = [assistant("look"), user([part]), assistant("2")]
+    row = {"prompt": [user([{"type": "image", "image": "cat.jpg"}])], "solution": "2", "completion": answer}
+    assert read(row, to="verl")["images"] == [{"image": str(tmp_path / "cat.jpg")}]
+
+
 @pytest.mark.parametrize(("row", "project", "says"), [
     ({"problem": "a", "video": ["cat.jpg", "cat.jpg"]}, "trl", "TRL reads no videos"),
     ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has an <image> or <video> tag that would"),
     ({"problem": "a", "chosen": "b", "rejected": "c"}, "verl", "verl needs a solution or a completion"),
+    ({"problem": "a", "completion": "b", "label": False}, "verl", "verl's trainers read no pairs and no labels"),
 ])  # fmt: skip
 def test_rows_that_another_project_cannot_read_are_refused(read, row, project, says):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
