@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivlmrl.commands.evaluate import find_recipe, trained_quantization
+from minivlmrl.commands.evaluate import find_recipe, read_section, trained_quantization
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig
@@ -62,7 +62,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings that were saved beside the model, or defaults, and the user's sampling options."""
+    """Load the prompt settings and stopping rules saved beside the model, or defaults, and the user's options."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
@@ -71,6 +71,8 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
     recipe = folder / INFERENCE_CONFIG
     if recipe.is_file():
+        saved = read_section(recipe, "sampling")
+        fields["sampling"] = {name: saved[name] for name in ("stop_token_ids", "stop_strings") if name in saved}
         config = load_config(recipe, [*as_overrides(fields), *overrides], is_found=True)
         text = f"{config.data.prompt_template!r:.80}"
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)

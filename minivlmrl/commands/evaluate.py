@@ -6,10 +6,11 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations. The default recipe is the first of these files that exists: config.yaml of the run that trained the model,
-minivlmrl.yaml beside the weights, or recipes/own_data.yaml with the prompt template {problem}. --model is the folder of
-a model or of an adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that
-trained the adapter.
+evaluations. As in the evaluations of a run, the recipe's top_k, top_p, min_p and repetition_penalty are not used. The
+default recipe is the first of these files that exists: config.yaml of the run that trained the model, minivlmrl.yaml
+beside the weights, or recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a model or of
+an adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that trained the
+adapter.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Literal
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import NO_TRUNCATION, RunConfig
 from minivlmrl.config.parsing import parse_yaml
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
@@ -68,10 +69,9 @@ def answer_file(tool: str, arguments: list[str]):
         raise ValueError(
             f"--num_generations is {options.num_generations} and --rows is {options.rows}, but both must be at least 1"
         )
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if options.num_generations == 1 else 1.0
-    check_field(temperature >= 0, "--temperature", temperature, "at least 0")
+    if options.temperature is None:
+        options.temperature = 0.0 if options.num_generations == 1 else 1.0
+    check_field(options.temperature >= 0, "--temperature", options.temperature, "at least 0")
     model_folder = Path(options.model)
     out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or out_folder / f"{tool}.jsonl")
@@ -86,9 +86,9 @@ def answer_file(tool: str, arguments: list[str]):
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
         note_changes(options, config)
+        out.parent.mkdir(parents=True, exist_ok=True)
     model, processor = build_model(config, world)
-    sampling = evaluation_sampling(config.sampling, temperature=temperature)
-    sample = make_sampler(model, processor, sampling, world)
+    sample = make_sampler(model, processor, evaluation_sampling(config.sampling), world)
     key = f"{config.seed}/evaluate"
     describe = partial(result_line, processor, names)
     lines = []
@@ -123,10 +123,18 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         "data.task": None,
         "data.train": [],
         "stages": [],
+        "sampling.temperature": options.temperature,
     }
     if not with_rewards:
         fields["data.eval_rewards"] = ["accuracy", "format"]
-    overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
+    for override in overrides:
+        if override.removeprefix("--").partition("=")[0] in fields:
+            raise ValueError(
+                f"{override} has no effect, because the model, the rows and the temperature are given by --model, "
+                "--data, --rows and --temperature; remove the option"
+            )
+    neutral = {f"sampling.{name}": off for name, off in {**NO_TRUNCATION, "repetition_penalty": 1.0}.items()}
+    overridden = ["--adapter={}", *as_overrides(neutral), *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
     # load_config refuses a code file in a recipe from a model's folder. Rewards can be code files, so the training
     # rewards are read only if data.eval_rewards is not set.
@@ -143,8 +151,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 def note_changes(options: argparse.Namespace, config: RunConfig):
     """Print which prompt options had other values when the model was trained."""
     trained = find_recipe(options.model) if options.recipe else None
-    values = parse_yaml(trained.read_bytes()) if trained is not None else None
-    data = (values.get("data") if isinstance(values, dict) else None) or {}
+    data = read_section(trained, "data")
     names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in data]
     changed = [f"data.{name}" for name in names if data[name] != getattr(config.data, name)]
     if changed:
@@ -153,10 +160,13 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
     """Return the value of adapter.quantize in the recipe that trained an adapter."""
+    return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
+
+
+def read_section(recipe: Path | None, name: str) -> dict:
     values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
-    section = values.get("adapter") if isinstance(values, dict) else None
-    is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"
-    return "nf4" if is_packed else None
+    section = values.get(name) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def find_recipe(model: str | Path) -> Path | None:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import isabs, isdir
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,10 +98,10 @@ def base_model(folder: str | Path) -> str:
     """Return the folder or repository of an adapter's base model, as adapter_config.json names it."""
     file = find_adapter(folder) / CONFIG
     base = read_json(file).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or (isabs(base) and not isdir(base)):
         raise ValueError(
-            f"{file} does not name a base model (base_model_name_or_path is {base!r}). Merge the "
-            "adapter with `python -m minivlmrl merge`, and use the merged folder."
+            f"{file} does not name an existing base model (base_model_name_or_path is {base!r}). Correct this path, or "
+            "merge the adapter with `python -m minivlmrl merge`, and use the merged folder."
         )
     return base
 

@@ -106,6 +106,17 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
         assert ask("--model", copy, LENGTH, 2)[1].startswith("<think>\n") is value
 
 
+def test_answers_stop_as_in_training(folder, ask, tmp_path):
+    """Other options for sampling in training, such as its temperature, are not used."""
+    text, _ = sample_text(folder, max_new_tokens=20)
+    stop = next(filter(str.isalpha, text))
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    for rule, expected in ((f"stop_strings: [{stop}]", text[: text.index(stop) + 1]), ("max_new_tokens: 3", text)):
+        (copy / "minivlmrl.yaml").write_text(f"sampling: {{{rule}, environment: gone.py:E, temperature: 0.1}}")
+        status, out, _ = ask("--model", copy, LENGTH, 20)
+        assert status == 0 and out.startswith(expected) and (out == f"{text}\n") == (expected == text)
+
+
 def test_code_that_a_found_recipe_names_is_refused(folder, ask, tmp_path):
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     for values in ("data: {task: evil.py:f}", "rewards: {evil.py:f: 1}", "optimizer: {name: 'torch.optim:SGD'}"):

@@ -46,10 +46,31 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     (["--temperature=nan"], "--temperature is nan, but it must be at least 0"),
     (["--data=out.jsonl"], r"--data is out\.jsonl, where the answers would be written"),
     (["--rows=0"], "--rows is 0, but both must be at least 1"),
+    (["--sampling.temperature", "0.5"], "--sampling.temperature has no effect, because the model, the rows"),
+    (["--data.eval_rows=3"], "--data.eval_rows=3 has no effect, .* --rows and --temperature; remove"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(evaluate, words, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(*words)
+
+
+def test_truncated_probabilities_of_a_recipe_are_not_used_unless_they_are_typed(evaluate, tmp_path):
+    """An evaluation in a run does not use them either, so that accuracies can be compared."""
+    (tmp_path / "plain.yaml").write_text("data: {answer_format: whole}")
+    (tmp_path / "cut.yaml").write_text("sampling: {top_k: 1, repetition_penalty: 9.0}\ndata: {answer_format: whole}")
+    for several in ("--num_generations=1", "--num_generations=2"):
+        plain = evaluate(several, "--recipe=plain.yaml")
+        assert plain == evaluate(several, "--recipe=cut.yaml")
+        assert plain != evaluate(several, "--recipe=plain.yaml", "--sampling.repetition_penalty=9.0")
+    evaluate("--rows=1", "--out=new/folder/out.jsonl")
+    assert (tmp_path / "new/folder/out.summary.json").is_file()
+
+
+@pytest.mark.parametrize("base", [None, "", "/gone/base"])
+def test_an_adapter_without_its_base_model_names_its_file(evaluate, tmp_path, base):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    with pytest.raises(ValueError, match=rf"adapter_config\.json does not name an existing base model .*{base!r}\)"):
+        evaluate(model=tmp_path)
 
 
 def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
