@@ -1,7 +1,7 @@
 """Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
 
-A group is a prompt with its completions. Ranks send each other token ids and rewards, but no images: the patches of one
-image can take 10 MB, so each rank reads the images of its prompts from the image files.
+A group is a prompt with its completions. Ranks send each other token ids, rewards and the outputs of a frozen vision
+tower, but no images. The patches of one image can take 10 MB, so each rank reads the image files of its prompts.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,7 +5,7 @@ from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
-# trainer classes of the built-in stages; a module is imported only if a recipe names the stage
+# trainer classes of the built-in stages; a stage's module is imported only if a recipe names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -39,7 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # With `stages: []`, a training recipe only evaluates; its options of the section `reference` may stay.
+    # With `stages: []`, a training recipe only evaluates, and may keep its section `reference`.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

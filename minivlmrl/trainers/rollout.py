@@ -119,7 +119,7 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # Ranks exchange groups, so this rank may train on rows for which another rank has sampled.
+                # Ranks exchange groups, so this rank may train on another rank's rows.
                 self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1

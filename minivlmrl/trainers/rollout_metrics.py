@@ -1,4 +1,4 @@
-"""Metrics over the completions of all ranks, with the names that TRL gives them."""
+"""Metrics over the completions of all ranks, named as in TRL."""
 
 from collections.abc import Sequence
 from itertools import chain
