@@ -93,9 +93,9 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tag such as </zoom>, at or after a byte position, closes a tool call."""
-        closing_tag = self.closing_tag.search(self.text, searched_from)
-        return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
+        """Return True if the text after `searched_from` closes a tool call, for example by </zoom>."""
+        closing_tags = self.closing_tag.finditer(self.text, searched_from)
+        return any(b"<%s>" % tag[1] in self.text for tag in closing_tags)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
         """Execute tool calls, and append their results to the completion.
@@ -111,7 +111,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # A completion ends if its next tool result is too long, because a tool result with images cannot be truncated.
+        # A tool result may have images, which cannot be truncated, so a result that is too long ends the completion.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -316,7 +316,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # An image of 10 x 10 tokens advances the position id by only 10, so the row's offset is computed again.
+        # An image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id, so `start` is computed again.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -364,7 +364,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # A tool result needs an extra forward pass on one rank, but gathering layer by layer needs all ranks in each pass.
+    # Only one rank runs the forward pass over a tool result, so this rank must already hold all gathered weights.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -406,7 +406,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the images only: second_per_grid_ts is 0 for an image, and positive for a video
+    # patch grids of the images; only a video has a second_per_grid_ts above 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
