@@ -76,7 +76,7 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file whose frames are read only with a model's processor: model families sample different frames."""
+    """A video file that is read later with a model's processor, because model families sample different frames."""
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 

@@ -52,7 +52,7 @@ class InputCheck(Callback):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning for each problem of a step's inputs, such as an image that has no effect on the loss.
 
-    Tokens and image patches are compared with the data file; their gradients are checked only without FSDP.
+    Tokens and image patches are compared with the data file. Without FSDP, the gradients of the loss are checked, too.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -128,7 +128,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # The weights of a new value head are 0, and pass no gradient, so the hidden states' mean is added.
+        # A new value head has zero weights, which block the gradient, so the mean of the head's input is added.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if the decoded tokens of a prompt lack a text of the prompt's row."""
+    """Yield a problem if a text of the row is missing in the prompt's tokens, or is tokenized differently."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

@@ -1,4 +1,4 @@
-"""Compute the largest batches of a training stage before its first step, so that memory is not exhausted later."""
+"""Run the largest batches of a training stage before its first step, so that a lack of memory is found early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -39,7 +39,7 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample completions and compute gradients once for the largest batches, which fails if memory is too small.
+    """Sample completions and compute gradients for the largest batches once, to test whether the memory suffices.
 
     Weights, optimizer state and random generators do not change; all gradients are removed.
 

@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of the memory blocks that are not counted again
+        # addresses of the memory blocks to skip: those of `uncounted`, and those counted already
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # number of bytes
         self.peak = 0  # largest number of bytes so far
@@ -195,7 +195,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models, and a tracker of the memory in forward and backward passes of the copies."""
+        """Yield copies of the models, and a tracker that counts the memory of their forward and backward passes."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -234,7 +234,7 @@ def drop_gradient(parameter: nn.Parameter):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # on the meta device, PyTorch's attention would create all attention scores, which a GPU's kernel does not store
+    # a GPU's attention kernel stores no attention scores, but PyTorch's attention on the meta device would create them
     mask = attn_mask if q.dtype == torch.float32 else None  # in 16 bits, a GPU needs no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -468,7 +468,7 @@ def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the bytes, before sharding, of the tensors that all phases need, such as weights and optimizer state."""
+    """Return the unsharded sizes in bytes of the tensors that all phases need, such as weights and optimizer state."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -491,7 +491,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of the reference model, without the weights that belong to the policy, too."""
+    """Return the bytes of the reference model, except the weights that it shares with the policy."""
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
         return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Check before training that a run fits into GPU memory and on the disk, and name the options that lower its needs."""
+"""Check before training that a run fits into GPU memory and on the disk; if not, the error names options to change."""
 
 import shutil
 from collections.abc import Sequence

@@ -109,7 +109,7 @@ def collect_run(folder: Path) -> dict:
 def describe_change(summary: dict, num_rows: int) -> str | None:
     """Say after which stages the first metric of the held-out rows has changed by more than noise.
 
-    If the accuracy of guessing is known, also say if the metric is not above it.
+    If the accuracy of guessing is known, also say if the model is no better than guessing.
     """
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")

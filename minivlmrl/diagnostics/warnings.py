@@ -96,7 +96,7 @@ class WarningRules:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.run.rewards if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # without greedy answers, a lower temperature in training than in evaluation would look like memorisation
+            # greedy answers count, too, because training may sample at a lower temperature than the evaluation's 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -175,7 +175,7 @@ class WarningRules:
         return [name for name in self.run.rewards if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def all_equal(self) -> bool:
-        """Return True if each reward was equal for all completions of a step, in each of the last 10 steps."""
+        """Return True if, in each of the last 10 steps, every reward function scored all completions equally."""
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 

@@ -225,7 +225,7 @@ def sum_counts(counts: list[int]) -> list[int]:
 
 
 class DummyVisionForward:
-    """Hooks that give a rank without images a black image, because all ranks must run the vision tower together.
+    """Hooks that run the vision tower on a black image if a rank has no images. All ranks must run the tower together.
 
     The vision tower's output for a black image is multiplied by 0, so that it does not change the decoder's input. If
     no rank has images, no rank runs the vision tower.

@@ -104,7 +104,7 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Context manager for creating a process group that raises an error, instead of waiting, if another host dies.
+    """Context manager for new process groups: if another host dies, the group raises an error instead of waiting.
 
     On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
     host that computes for a long time stays connected, because its operating system answers keep-alive messages.
@@ -122,7 +122,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # Setting a socket option raises OSError for a file that is no TCP connection.
+        # For an open file that is not a TCP connection, setsockopt raises OSError.
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -144,6 +144,6 @@ def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message, without gloo's prefix, such as [pair.cc:534]."""
+    """Return an error message's first line, without a prefix such as gloo's [pair.cc:534]."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].rstrip(".")

@@ -30,7 +30,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
+    # slow work, for example sampling, calls this function often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
@@ -49,7 +49,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return every N-th item of a sequence for N ranks, starting at this rank's number.
 
-        All ranks of a sharded model must process equally many items: of [0, 1, 2], two ranks get [0, 2] and [1, 0].
+        All ranks get equally many items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2], and rank 1 gets [1, 0].
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -149,7 +149,7 @@ class World:
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # A parameter without a gradient on any rank keeps none: AdamW would decay its weights even for a zero gradient.
+        # A gradient that is None on all ranks stays None. With a gradient of 0, AdamW would decay the parameter.
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -223,7 +223,7 @@ def monitored_barrier(limit: timedelta):
 def default_num_threads(local_size: int) -> int:
     """Return the environment variable OMP_NUM_THREADS, or the number of CPU cores divided by the processes on the host.
 
-    If torchrun starts several processes, OMP_NUM_THREADS=1 is ignored, because 1 is torchrun's default.
+    If torchrun starts several processes, it sets OMP_NUM_THREADS=1 by default, so this value is ignored.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):

@@ -54,7 +54,7 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # Rank 0 alone saves the tensors that the model does not use, so all ranks need rank 0's list of files.
+        # Only rank 0 has the tensors `unused`, so the other ranks get the list of files from rank 0.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
@@ -110,7 +110,7 @@ def write_other_files(
     files: StateDictSplit | None,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write the config, the processor and the adapter of a model into its folder, or only the adapter."""
+    """Write config, processor and adapter into a model folder; if `files` is None, write only the adapter."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if files is not None:
         write_settings(folder, model, processor)

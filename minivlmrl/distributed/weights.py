@@ -73,10 +73,10 @@ class Communication:
     """Settings that decide when an FSDP unit gathers weights and sums gradients over the ranks."""
 
     once_per_step: bool  # the option sharding.once_per_step
-    # True frees gathered weights after a forward pass, as in vision blocks and decoder layers
+    # whether gathered weights are freed after a forward pass; True for vision blocks and decoder layers
     is_block: bool = False
-    # True sums gradients over replicas only in a step's last micro-batch. Each parameter of the unit must then get a
-    # gradient in every micro-batch, because FSDP sums a unit's gradients as one tensor.
+    # whether gradients are summed over replicas only in a step's last micro-batch. This needs a gradient for each
+    # parameter in every micro-batch, because FSDP sums a unit's gradients as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 

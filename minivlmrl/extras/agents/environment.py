@@ -39,7 +39,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward; None means that the reward is unknown.
 
-        The method may also return a list with one reward for each turn, perhaps without the last turn.
+        The method may also return a list with one reward for each turn; the last turn's reward may be missing.
         """
 
 

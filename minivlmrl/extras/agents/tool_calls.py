@@ -1,6 +1,6 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A model writes a tool call in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call> format.
+A tool call has one of two formats: tags with the tool's name, such as <zoom>1, 2</zoom>, or Qwen's <tool_call>.
 """
 
 import json
@@ -25,7 +25,7 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
-# Qwen3.5 writes Python constants such as True in its tool calls, which are converted to JSON.
+# Qwen3.5 writes Python constants in its tool calls; this dict translates them to JSON.
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # a memory address, such as 0x7f3a91c0
 
@@ -43,11 +43,11 @@ FAILURES = Exception, SystemExit, Overtime
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     """Find the tool calls in the text that the policy wrote since the last tool result.
 
-    A tool call in tags is found as soon as the model closes the tag. In Qwen's format, one turn may contain several
-    tool calls, which are found when the turn has ended.
+    A tool call such as <zoom>1, 2</zoom> is found as soon as the model closes the tag. In Qwen's format, one turn may
+    contain several tool calls, which are found when the turn has ended.
 
     Returns:
-        The calls in text order. If a call is in tags, it is the only one in the list.
+        The calls in text order. A call such as <zoom>1, 2</zoom> is the only one in the list.
     """
     begins = {}  # {tool name: position in the text where its arguments begin}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):

@@ -1,4 +1,4 @@
-"""Format demonstrations in which an assistant calls tools in tags, such as <zoom>1, 2</zoom>."""
+"""Format demonstrations with tool calls such as <zoom>1, 2</zoom>."""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +16,7 @@ class ToolProcessor(Processor):
     tools: Sequence[str] = ()  # names of the tools
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """If a tool is called in tags, merge its result into the assistant turn with the call.
-
-        Example: after the tool call <search>cats</search>, the tool's result is inserted as <result>...</result>.
-        """
+        """Insert the result of a call like <search>cats</search> into the assistant turn, as <result>...</result>."""
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result
         closing_tags = tuple(f"</{name}>" for name in self.tools)
@@ -47,7 +44,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Mark each <result>...</result> after a tool call in tags as text that the assistant did not write."""
+        """Mark each <result>...</result> after a tag such as </zoom> as text that the assistant did not write."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []
