@@ -76,8 +76,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return how far two means of values from 0 to 1 may differ by chance: two standard errors of the difference."""
-    # A value between 0 and 1 has at most the variance of a binary value with the same mean. One right and one wrong
-    # answer are added, because 0 of 30 right answers do not show that the mean is exactly 0.
+    # Values from 0 to 1 have at most the variance of right or wrong answers with the same mean. One right and one wrong
+    # answer are added; otherwise 0 of 30 right answers would have no noise at all.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
