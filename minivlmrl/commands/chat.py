@@ -44,10 +44,7 @@ def main(arguments: list[str]):
     sampling = config.sampling
     sampling.engine = "native"
     sampling.cuda_graph = "never"  # because each token is printed as soon as it is sampled
-    stop_ids = sampling.stop_token_ids
-    if stop_ids is None:
-        stop_ids = processor.stop_token_ids
-    stream = Stream(processor.tokenizer, stop_ids)
+    stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids)
     print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = make_sampler(model, processor, sampling, world)
     sampler.on_tokens = stream.write

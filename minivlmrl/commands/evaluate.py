@@ -9,8 +9,7 @@ A recipe sets the prompt template, the image size, the stopping rules, data.answ
 evaluations. As in the evaluations of a run, the recipe's top_k, top_p, min_p and repetition_penalty are not used. The
 default recipe is the first of these files that exists: config.yaml of the run that trained the model, minivlmrl.yaml
 beside the weights, or recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a model or of
-an adapter. An adapter's options are read from its folder, and adapter.quantize from the recipe that trained the
-adapter.
+an adapter, whose options are read from this folder, and adapter.quantize from the recipe that trained the adapter.
 """
 
 import argparse
@@ -23,13 +22,12 @@ from typing import Literal
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
-from minivlmrl.config.options import NO_TRUNCATION, RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import parse_yaml
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.errors import check_field
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
@@ -37,7 +35,7 @@ from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_a
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
-from minivlmrl.run.evaluate import evaluation_sampling, generate_for_rows
+from minivlmrl.run.evaluate import UNFILTERED, evaluation_sampling, generate_for_rows
 from minivlmrl.run.setup import build_model
 
 
@@ -71,7 +69,6 @@ def answer_file(tool: str, arguments: list[str]):
         )
     if options.temperature is None:
         options.temperature = 0.0 if options.num_generations == 1 else 1.0
-    check_field(options.temperature >= 0, "--temperature", options.temperature, "at least 0")
     model_folder = Path(options.model)
     out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or out_folder / f"{tool}.jsonl")
@@ -129,12 +126,9 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     for override in overrides:
         if override.removeprefix("--").partition("=")[0] in fields:
-            raise ValueError(
-                f"{override} has no effect, because the model, the rows and the temperature are given by --model, "
-                "--data, --rows and --temperature; remove the option"
-            )
-    neutral = {f"sampling.{name}": off for name, off in {**NO_TRUNCATION, "repetition_penalty": 1.0}.items()}
-    overridden = ["--adapter={}", *as_overrides(neutral), *overrides, *as_overrides(fields)]
+            raise ValueError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
+    unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
+    overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
     # load_config refuses a code file in a recipe from a model's folder. Rewards can be code files, so the training
     # rewards are read only if data.eval_rewards is not set.

@@ -24,6 +24,7 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
 BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options with which no probability is changed
 # {kind of training rows: metric that a stage with such rows computes on the answers in held-out rows}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
@@ -40,7 +41,7 @@ def evaluate(
     """
     rewards = held_out_rewards(config)
     # All runs are evaluated without top_p and repetition_penalty, so that their accuracies can be compared.
-    sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
+    sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
         ways += [(name, 1.0, images) for name, images in IMAGE_ABLATIONS.items()]
@@ -57,11 +58,10 @@ def evaluate(
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
+def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
     """Return the sampling options for an evaluation: the built-in sampler, and batches of at most 16,384 tokens."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
-    changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
-    return replace(sampling, **changed)
+    return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
 
 
 def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:

@@ -28,7 +28,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
     answers = {name: [plain(turn) for turn in without_loss(turns, dropped)] for name, turns in answers.items()}
-    return others | {"prompt": [plain(turn) for turn in without_loss(prompt)]} | answers | shown
+    return others | {"prompt": [plain(turn) for turn in without_loss(prompt, Counter())]} | answers | shown
 
 
 def plain(turn: dict) -> dict:
@@ -40,12 +40,10 @@ def plain(turn: dict) -> dict:
     return turn | {"content": [part for part in parts if part.get("text") != ""]}
 
 
-def without_loss(turns: list[dict], dropped: Counter | None = None) -> list[dict]:
+def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
     """Remove the keys that exclude a turn from the loss, and count in `dropped` the answers that had such a key."""
-    if dropped is not None:
-        dropped.update(
-            "that an answer is not trained" for turn in turns if turn["role"] == "assistant" and not is_trained(turn)
-        )
+    untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
+    dropped.update("that an answer is not trained" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
 
 
@@ -73,13 +71,12 @@ def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
     solution = others.pop("solution", None)
     if solution is not None:
         truth = {"style": "rule", "ground_truth": str(solution)}
-        turns = without_loss(prompt)
+        turns = without_loss(prompt, Counter())
         new = {"data_source": "minivlmrl", "prompt": [tagged(turn) for turn in turns], "reward_model": truth}
         dropped.update(f"column {name!r}, because the row has a solution" for name in answers)
         media = media[: len(shown_parts_of(prompt))]
     elif answers.keys() == {"completion"} and not isinstance(others.get("label"), bool):
-        turns = without_loss([*prompt, *answers["completion"]], dropped)
-        new = {"messages": [tagged(turn) for turn in turns]}
+        new = {"messages": [tagged(turn) for turn in without_loss([*prompt, *answers["completion"]], dropped)]}
     else:
         raise ValueError("verl needs a solution or a completion, because verl's trainers read no pairs and no labels")
     new = others | new
@@ -116,10 +113,8 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
                 raise ValueError("the chosen and the rejected answer must show the same images in other layouts")
-    prompt = row.messages
-    if answers:  # an answer in the prompt is not trained
-        prompt = [turn | {"loss": False} if turn["role"] == "assistant" else turn for turn in prompt]
-    return prompt, answers
+    untrained = {"loss": False} if answers else {}  # an answer in the prompt
+    return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
 
 
 def tagged(turn: dict) -> dict:
