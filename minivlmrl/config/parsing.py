@@ -226,7 +226,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Change a text that names a file or code, for example make a relative path absolute."""
+        """Pass a path, or a name such as "file.py:f", to change_text, which may make the path absolute."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value

@@ -18,7 +18,7 @@ ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 MAX_TEXT = 2**20
 # keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Keys of a turn: true or 1 asks for a loss on the turn, false or 0 excludes the turn from the loss.
+# keys with which a row turns a message's loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),

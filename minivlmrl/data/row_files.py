@@ -60,7 +60,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # Error messages shorten long texts in quotes, so a long path is escaped with backslashes instead.
+    # An error message shortens long texts in quotes, so a long path gets backslashes in place of quotes.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 

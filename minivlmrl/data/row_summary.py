@@ -100,7 +100,7 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator["RowSize"]:
-    """Yield the sizes of rows that exceed `limit` tokens with their longest answer.
+    """Yield the size of each row whose prompt and longest answer exceed `limit` tokens.
 
     If skip_unreadable is False, an unreadable row raises ValueError.
     """

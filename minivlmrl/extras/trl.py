@@ -125,7 +125,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs a loss before it is divided by the number of micro-batches; dapo's loss is never divided by it.
+            # TRL divides losses without dapo's average by the number of micro-batches, but logs them undivided.
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:

@@ -114,8 +114,8 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether the answers in a row contradict the row's column `solution`.
 
-    An answer counts as right if its reward is above half of the highest reward. Three faults are counted: a good answer
-    that is wrong, a bad answer that is right, and a rejected answer with a higher reward than the chosen one.
+    A reward counts as high if it is above half of the highest reward. Three faults are counted: a good answer with a
+    low reward, a bad answer with a high reward, and a rejected answer with a higher reward than the chosen one.
     """
     names = trainer.answers
     # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.

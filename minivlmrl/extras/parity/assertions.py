@@ -38,7 +38,7 @@ def assert_split_invariant(
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # With rows - 1 parts, one part has two rows and the others have one, so wrong part weights change the gradient.
+    # If 8 rows are split into 7 parts, one part has two rows, so equal weights for all parts change the gradient.
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())

@@ -56,7 +56,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug if it acts in the computation `use`, and otherwise an empty Change."""
+        """Return the bug, or an empty Change if the bug is limited to a computation other than `use`."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):

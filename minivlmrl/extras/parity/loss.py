@@ -72,7 +72,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 class Verdict:
     """The result of comparing a user's loss with TRL's loss.
 
-    A difference is a "design" if only values differ, or if a public project does so on purpose, else a "mistake".
+    A finding is a "design" if all gradients agree or a public project does the same on purpose, else a "mistake".
     """
 
     cases: int

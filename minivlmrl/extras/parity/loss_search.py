@@ -142,9 +142,9 @@ class Combination:
                     self.found[cause.says] = cause
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
-            # Short numbers come first, such as 0.2 before 0.234; among equals, "the KL is left out" comes first.
+            # Prefer bugs with a short number (0.2 over 0.234), and among equally short ones "the KL is left out".
             best.sort(key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
-            # The search stops at a bug that explains all test cases, or at a project's design that explains some.
+            # The search stops at a bug that explains all test cases. A public project's design may explain only some.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best

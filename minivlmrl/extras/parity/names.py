@@ -616,8 +616,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # Every step has input_ids, so these bugs are always tried. Without a reference model, the report says that the step
-    # cannot reveal them.
+    # Every step has input_ids, so these bugs are always tried. If the step has no reference model, the report counts
+    # them under "cannot reveal".
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k3"
     ),

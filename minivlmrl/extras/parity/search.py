@@ -365,7 +365,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return True if only one row or group is wrong; fitting a number, such as a clip bound, needs two."""
+        """Return True if fewer than two rows or groups are wrong, too few to fit a number."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -437,7 +437,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # Many bugs would explain a single token id or learning rate, so the search needs at least two numbers.
+    # Many bugs could explain one wrong token id or one learning rate, so the search needs at least two.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
     # A bug fits if at most 1 % of the original error remains; this limit is kept between 1e-5 and 3e-5.
@@ -503,7 +503,7 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return the step's options, counts and ratios with their names, for example {8.0: ": the 8 rows"}."""
+    """Return {number: its name} for the step's options, counts and ratios, such as {8.0: ": the 8 rows"}."""
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
         for table in (table.FACTORS, table.COUNTS)
