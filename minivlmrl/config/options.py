@@ -308,6 +308,11 @@ class TrainingOptions:
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps in which the learning rate rises linearly
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
+    @property
+    def passes_per_rollout(self) -> int:
+        """The number of optimizer steps that train on each drawn row."""
+        return 1
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for each option that has no effect because of another option.
 
@@ -411,6 +416,10 @@ class GRPOOptions(TrainingOptions):
             )
 
     @property
+    def passes_per_rollout(self) -> int:
+        return self.num_iterations
+
+    @property
     def advantages_name(self) -> str:
         """The name of the advantage function; if grpo.advantages is None, the name follows from other options."""
         if self.advantages is not None:
@@ -442,6 +451,10 @@ class PPOOptions(TrainingOptions):
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor of GAE
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE
 
+    @property
+    def passes_per_rollout(self) -> int:
+        return self.num_ppo_epochs
+
 
 # ------------------------------------------------------------------------------------------ the run
 
@@ -455,7 +468,8 @@ class RunConfig:
     # names of the training stages, in order. Write your own stage as file.py:Class; the attribute `stage` of the class
     # names the section with its options
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
+    # epochs after which a stage ends; more passes over a rollout give more steps, but use no more rows
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None
     # CPU threads per rank; None takes the environment variable OMP_NUM_THREADS, or an equal share of the cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
     # minutes between saved training states, from which a run can resume; each stage also saves its last state

@@ -72,9 +72,7 @@ def prepare(
         describe_thought(processor)
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
-    for stage, num_steps in stage_lengths(config, datasets).items():
-        # max_epochs may end a stage early, so config.yaml gets the actual number of steps as max_steps.
-        getattr(config, stage).max_steps = num_steps
+    limit_epochs(config, datasets)
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
     return model, processor, datasets
@@ -246,14 +244,11 @@ def fit_rows(
     return fitted, summaries
 
 
-def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Return the number of optimizer steps of each stage, which max_steps and max_epochs limit."""
-    lengths = {}
+def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
+    """Lower max_steps of the stages that max_epochs ends earlier, also for config.yaml."""
+    max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)
-        lengths[stage] = section.max_steps
-        if config.max_epochs is not None:
-            num_rows = config.max_epochs * len(datasets[stage])
-            num_steps = math.ceil(num_rows / section.prompts_per_step)
-            lengths[stage] = min(section.max_steps, num_steps)
-    return lengths
+        num_steps = max_epochs * len(datasets[stage]) * section.passes_per_rollout / section.prompts_per_step
+        if num_steps < section.max_steps:
+            section.max_steps = math.ceil(num_steps)

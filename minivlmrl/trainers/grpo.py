@@ -76,7 +76,6 @@ class GRPOTrainer(RolloutTrainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.passes_per_rollout = self.config.num_iterations
         self.num_gen_batches = 1  # batches of prompts that dynamic sampling has used for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
@@ -218,7 +217,7 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def policy_moves(self) -> bool:
         """Return True if several optimizer steps train on the same rollout."""
-        return self.passes_per_rollout * self.steps_per_rollout > 1
+        return self.config.num_iterations * self.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.config.mask_truncated_completions

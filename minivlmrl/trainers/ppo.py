@@ -70,7 +70,6 @@ class PPOTrainer(RolloutTrainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.num_mini_batches
-        self.passes_per_rollout = self.config.num_ppo_epochs
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 

@@ -57,7 +57,6 @@ class RolloutTrainer(Trainer):
     """
 
     samples_completions = True
-    passes_per_rollout = 1  # passes over each rollout
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -115,7 +114,7 @@ class RolloutTrainer(Trainer):
             parts = [rollout.groups[start : start + size] for start in starts]
             with self.phase("scoring"):
                 one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
-            all_passes = one_pass * self.passes_per_rollout
+            all_passes = one_pass * self.config.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]

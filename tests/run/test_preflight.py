@@ -28,7 +28,7 @@ from minivlmrl.run.preflight import (
     describe_model,
     try_rewards,
 )
-from minivlmrl.run.setup import fit_rows, stage_lengths
+from minivlmrl.run.setup import fit_rows, limit_epochs
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
@@ -139,12 +139,23 @@ def test_long_prompts_are_skipped_and_reported(write_rows):
     datasets, [summary] = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
     rows = datasets["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
-    assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
+    limit_epochs(config, {"grpo": rows})
+    assert config.grpo.max_steps == 2
     said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, summary)
     config.data.max_prompt_tokens = 3
     with pytest.raises(ValueError, match=r"no rows remain in the dataset; check .*max_prompt_tokens"):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+
+
+@pytest.mark.parametrize(("stage", "options", "steps"), [
+    ("sft", {}, 6), ("grpo", {"num_iterations": 2, "steps_per_generation": 3}, 12), ("ppo", {"num_ppo_epochs": 3}, 18),
+], ids=["sft", "grpo", "ppo"])  # fmt: skip
+def test_an_epoch_takes_all_rows_however_often_a_rollout_is_used(stage, options, steps):
+    config = RunConfig(stages=[stage], max_epochs=1.0)
+    vars(getattr(config, stage)).update(options, prompts_per_step=4)
+    limit_epochs(config, {stage: range(24)})
+    assert getattr(config, stage).max_steps == steps
 
 
 @pytest.mark.parametrize(("stage", "long"), [
