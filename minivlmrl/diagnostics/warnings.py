@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.evaluate import noise
+from minivlmrl.run.evaluate import lowered_metrics, noise
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
@@ -76,6 +76,11 @@ class WarningRules:
         self.extremes = []  # lowest and highest total reward for any completion so far
         self.best_mean = -math.inf  # highest mean reward over 10 steps so far
 
+    @property
+    def goals(self) -> list[str]:
+        """Return the rewards that training raises."""
+        return [name for name, weight in self.run.rewards.items() if weight > 0]
+
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Add the metrics and the rollout of an optimizer step, and return the new warnings."""
         if rollout is not None and rollout is not self.rollout:
@@ -94,7 +99,7 @@ class WarningRules:
 
     def memorised(self, evaluation: dict[str, float]) -> Iterator[str]:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
-        for name in self.run.rewards if len(self.recent) == WINDOW else ():
+        for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
             # greedy answers count, too, because training may sample at a lower temperature than the evaluation's 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
@@ -110,8 +115,8 @@ class WarningRules:
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
-            is_reward = name.endswith(("_sampled", "_greedy")) and 0 <= after <= before <= 1
-            if is_reward and before - after > max(FALLEN, noise(before, after, num_rows)):
+            is_goal = name.endswith(("_sampled", "_greedy")) and name not in lowered_metrics(self.run)
+            if is_goal and 0 <= after <= before <= 1 and before - after > max(FALLEN, noise(before, after, num_rows)):
                 falls.append((before - after, f"{name} has fallen from {before:.3g} to {after:.3g}"))
         if falls:
             cure = f"Lower {self.trainer.stage}.learning_rate"
@@ -172,7 +177,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def rewards_of_zero(self) -> list[str]:
-        return [name for name in self.run.rewards if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
+        return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def all_equal(self) -> bool:
         """Return True if, in each of the last 10 steps, every reward function scored all completions equally."""
@@ -223,7 +228,7 @@ class WarningRules:
         columns = torch.cat(blocks).unbind(2)  # for each reward, (rows, completions per row)
         for reward, column in zip(training_rewards(self.run), columns, strict=True):
             is_scored = ~column.isnan().any(1)  # rows whose completions were all scored
-            if "solution" not in reward.columns or not is_scored.any():
+            if reward.name not in self.goals or "solution" not in reward.columns or not is_scored.any():
                 continue
             counts = Counter(compress(solutions, is_scored.tolist()))
             [(solution, count)] = counts.most_common(1)

@@ -82,6 +82,13 @@ def noise(before: float, after: float, num_rows: int) -> float:
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
+def lowered_metrics(config: RunConfig) -> set[str]:
+    """Return the metrics that training lowers: the loss, and the means of rewards with a negative weight."""
+    penalties = [name for name, weight in config.rewards.items() if weight < 0]
+    ways = ["sampled", "greedy", *IMAGE_ABLATIONS]
+    return {"eval/loss", *(f"eval/{name}_{way}" for name in penalties for way in ways)}
+
+
 def check_best_metric(config: RunConfig, needs: Collection[str]):
     """Raise ValueError if no evaluation of a run measures best_metric; `needs` are the kinds of rows of its stages."""
     rewards = config.eval_rewards

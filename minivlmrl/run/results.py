@@ -17,7 +17,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
-from minivlmrl.run.evaluate import check_best_metric, evaluate
+from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
 from minivlmrl.run.metrics import METRICS, MetricsLog, short_names
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.registry import get_task
@@ -141,7 +141,7 @@ class Results:
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
             value = values[best_metric]
-            score = -value if best_metric == "eval/loss" else value
+            score = -value if best_metric in lowered_metrics(config) else value
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)

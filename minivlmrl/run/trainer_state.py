@@ -21,7 +21,7 @@ class TrainerState:
     rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
     # metrics of each evaluation, for example after the stage sft: {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of best_metric so far; eval/loss is negated
+    best: float | None = None  # best value of best_metric so far, negated if training lowers the metric
     seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
     recipe: dict = field(default_factory=dict)  # the recipe's options, see recipe_values in run/checkpoints.py
     # {log file: number of its lines so far}

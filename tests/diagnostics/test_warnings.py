@@ -121,6 +121,19 @@ def test_a_run_without_rewards_gets_no_warning_about_rewards():
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 
+def test_a_penalty_may_be_zero_and_may_fall():
+    """A reward with a negative weight is best at 0, so none of the warnings about low rewards fits."""
+    rules = make_rules(evaluated=dict.fromkeys(HELD_OUT, 0.9))
+    rules.run.rewards = {"format": 0.5, "accuracy": -1.0}
+    groups = groups_of("cat", "cat")
+    values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    for _ in range(BASELINE_ROLLOUTS):
+        assert rules.step(HEALTHY | {"rewards/accuracy/mean": 0.0}, rollout_with(values, groups)) == []
+    rules.recent.extend([HEALTHY] * WINDOW)
+    low = dict.fromkeys(HELD_OUT, 0.0)
+    assert [*rules.unlearned(low, 60)] == [*rules.memorised(low | {"eval/format_sampled": 0.9})] == []
+
+
 def rollout_with(rewards, groups=None):
     rewards = torch.as_tensor(rewards)
     groups = groups or groups_of(*[None] * len(rewards))

@@ -126,15 +126,17 @@ def test_evaluations_during_training_do_not_change_the_run(run, capsys):
     assert collect_run(with_them)["evaluations"][-1] == {"step": 6} | {name: lines[4][name] for name in METRICS}
 
 
-@pytest.mark.parametrize(("kind", "values", "saved"), [
-    ("eval/accuracy_sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4]),
-    ("eval/loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
-    ("eval/pair_accuracy", [None] * 5, []),
-])  # fmt: skip
-def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind, values, saved):
+@pytest.mark.parametrize(("kind", "values", "saved", "best", "options"), [
+    ("eval/accuracy_sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4], 0.7, []),
+    ("eval/accuracy_sampled", [0.1, 0.9, 0.5, 0.5, 0.3], [1, 2, 4], -0.3, ["--rewards={format: 1, accuracy: -1}"]),
+    ("eval/loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4], -0.1, []),
+    ("eval/pair_accuracy", [None] * 5, [], None, []),
+], ids=["a reward", "a penalty", "the loss", "no value"])  # fmt: skip
+def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind, values, saved, best, options):
     """The first evaluation is not saved, because it judges the initial model."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
-    found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
+    found = results(f"--best_metric={kind}", "--eval_steps=1", *options, held_out=Shapes(1, "x"))
+    done, kept = [], []
     trainer = trained("sft", 4, saved=lambda folder, **_: kept.append((len(done), folder)))
     trainer.evaluate = lambda rows: {"eval/loss": values[len(done)]} if kind == "eval/loss" else {}
     found.measure("start")
@@ -143,7 +145,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
         found.after_step(trainer, step)
     found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
-    assert found.progress.best == (None if kind == "eval/pair_accuracy" else -0.1 if kind == "eval/loss" else 0.7)
+    assert found.progress.best == best
 
 
 def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
