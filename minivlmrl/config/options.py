@@ -311,7 +311,7 @@ class TrainingOptions:
     @property
     def passes_per_rollout(self) -> int:
         """The number of optimizer steps that train on each drawn row."""
-        return 1
+        return getattr(self, "num_iterations", 1) * getattr(self, "num_ppo_epochs", 1)
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for each option that has no effect because of another option.
@@ -416,10 +416,6 @@ class GRPOOptions(TrainingOptions):
             )
 
     @property
-    def passes_per_rollout(self) -> int:
-        return self.num_iterations
-
-    @property
     def advantages_name(self) -> str:
         """The name of the advantage function; if grpo.advantages is None, the name follows from other options."""
         if self.advantages is not None:
@@ -450,10 +446,6 @@ class PPOOptions(TrainingOptions):
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor of GAE
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE
-
-    @property
-    def passes_per_rollout(self) -> int:
-        return self.num_ppo_epochs
 
 
 # ------------------------------------------------------------------------------------------ the run

@@ -64,6 +64,7 @@ class WarningRules:
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
+        self.goals = [name for name, weight in self.run.rewards.items() if weight > 0]  # rewards that training raises
         self.evaluated = evaluated
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.run.stage_names:
@@ -75,11 +76,6 @@ class WarningRules:
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
         self.best_mean = -math.inf  # highest mean reward over 10 steps so far
-
-    @property
-    def goals(self) -> list[str]:
-        """Return the rewards that training raises."""
-        return [name for name, weight in self.run.rewards.items() if weight > 0]
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Add the metrics and the rollout of an optimizer step, and return the new warnings."""

@@ -84,9 +84,8 @@ def noise(before: float, after: float, num_rows: int) -> float:
 
 def lowered_metrics(config: RunConfig) -> set[str]:
     """Return the metrics that training lowers: the loss, and the means of rewards with a negative weight."""
-    penalties = [name for name, weight in config.rewards.items() if weight < 0]
-    ways = ["sampled", "greedy", *IMAGE_ABLATIONS]
-    return {"eval/loss", *(f"eval/{name}_{way}" for name in penalties for way in ways)}
+    lowered = [name for name, weight in config.rewards.items() if weight < 0]
+    return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
 
 
 def check_best_metric(config: RunConfig, needs: Collection[str]):

@@ -140,8 +140,7 @@ class Results:
         self.world.wait()  # for the trackers and the page of rank 0
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
-            value = values[best_metric]
-            score = -value if best_metric in lowered_metrics(config) else value
+            score = values[best_metric] * (-1 if best_metric in lowered_metrics(config) else 1)
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)

@@ -250,5 +250,4 @@ def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
     for stage in config.stage_names:
         section = getattr(config, stage)
         num_steps = max_epochs * len(datasets[stage]) * section.passes_per_rollout / section.prompts_per_step
-        if num_steps < section.max_steps:
-            section.max_steps = math.ceil(num_steps)
+        section.max_steps = math.ceil(min(num_steps, section.max_steps))

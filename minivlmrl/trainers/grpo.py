@@ -270,8 +270,7 @@ class GRPOTrainer(RolloutTrainer):
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
         """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""
-        quantile = self.config.top_entropy_quantile
-        return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
+        return kept_tokens(entropies, batch.loss_mask, self.config.top_entropy_quantile, batch.entropy_threshold)
 
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
         """Return keyword arguments for grpo_loss that weight the loss of each token."""

@@ -37,9 +37,9 @@ def groups_of(*solutions):
     return [[SimpleNamespace(row=SimpleNamespace(columns={"solution": solution}))] for solution in solutions]
 
 
-def make_rules(temperature=1.0, model=None, state=(), stage="grpo", stages=("grpo",), evaluated=()):
+def make_rules(temperature=1.0, model=None, state=(), stage="grpo", stages=("grpo",), evaluated=(), accuracy=1.0):
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
-    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0}, stages=[*stages])
+    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": accuracy}, stages=[*stages])
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
     trainer = SimpleNamespace(stage=stage, run=run, policy=policy, trained=trained)
@@ -123,8 +123,7 @@ def test_a_run_without_rewards_gets_no_warning_about_rewards():
 
 def test_a_penalty_may_be_zero_and_may_fall():
     """A reward with a negative weight is best at 0, so none of the warnings about low rewards fits."""
-    rules = make_rules(evaluated=dict.fromkeys(HELD_OUT, 0.9))
-    rules.run.rewards = {"format": 0.5, "accuracy": -1.0}
+    rules = make_rules(evaluated=dict.fromkeys(HELD_OUT, 0.9), accuracy=-1.0)
     groups = groups_of("cat", "cat")
     values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
     for _ in range(BASELINE_ROLLOUTS):
