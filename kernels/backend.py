@@ -10,7 +10,7 @@ variable MINIVLMRL_KERNELS selects the path:
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
 Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, in about 10 s, and
-stores the errors on disk. If a kernel's check fails, or its relative error is above 2 %, PyTorch replaces the kernel
+stores the errors on disk. If the check fails, or the kernel's relative error is above 2 %, PyTorch replaces the kernel
 and a warning appears. With MINIVLMRL_KERNELS=triton, an error is raised instead. The environment variable
 MINIVLMRL_SELF_TEST can switch off the check:
 

@@ -117,7 +117,7 @@ class FlashOutput(NamedTuple):
 
 
 def is_before_ampere(device: torch.device) -> bool:
-    """Return True for an NVIDIA GPU before Ampere, whose fused attention supports float32, but not bfloat16."""
+    """Return True for NVIDIA GPUs before Ampere: their fused attention supports float32, but not bfloat16."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 

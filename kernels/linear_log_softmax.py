@@ -107,8 +107,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # A small matrix product leaves a part of the GPU idle, so blocks with fewer rows are wider. Blocks of more than
-    # 8,192 ids would need too much memory for the LM head's float32 gradient.
+    # Small matrix products do not keep a GPU busy, so a block with fewer rows gets more ids. Blocks of more than 8,192
+    # ids would need too much memory for the LM head's float32 gradient.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -146,7 +146,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # A tool's tokens were not sampled and have no allowed ids, so each token's own id is added.
+    # Each token's own id is also allowed: a tool's tokens have no other allowed id, because they were not sampled.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -170,7 +170,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`; None skips a gradient."""
+    """Add the gradients of hidden states and LM head to grads = [(M, D), (V, D)], except to an item that is None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)

@@ -30,12 +30,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# largest segment and head dimension that fit into a GPU's registers in 16 bits. For float32, a GPU uses torch
+# longest segment and largest head dimension whose 16-bit tensors fit into a GPU's registers; float32 uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# On a CPU, an attention call takes as long as sorting 128 tokens. So segments are sorted by length if calls would
-# otherwise have fewer tokens on average.
+# Consecutive segments of equal length share an attention call. On a CPU, a call costs as much time as sorting 128
+# tokens, so segments are sorted by length if calls would have fewer than 128 tokens on average.
 TOKENS_PER_CALL = 128
 
 

@@ -130,8 +130,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # load_config refuses a code file in a recipe from a model's folder. Rewards can be code files, so the training
-    # rewards are read only if data.eval_rewards is not set.
+    # If a recipe from a model's folder names a code file as a training reward, load_config raises an error. To avoid
+    # this error, the training rewards are read only if data.eval_rewards is not set.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)

@@ -188,8 +188,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
     k3+.
 
-    Source: Schulman, "Approximating KL divergence" (2020), defines k1, k2 and k3. arXiv 2506.09477 derives their
-        gradients. k1+, k2+ and k3+ are from verl.
+    Source: k1, k2 and k3 in Schulman, "Approximating KL divergence" (2020); their gradients in arXiv 2506.09477; k1+,
+        k2+ and k3+ in verl.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -215,7 +215,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio pi / pi_old also corrects the KL estimate if an older policy sampled the tokens.
     """
-    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio is only a weight.
+    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio adds no gradient.
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio

@@ -128,7 +128,7 @@ def dpo_loss(
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
         discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
-        ref_logps: (B, 2), answer_logps(ref_per_token_logps, ...); give one of the two arguments.
+        ref_logps: (B, 2), the result of answer_logps(ref_per_token_logps, ...); give it or ref_per_token_logps.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; needed for
             use_weighting.
         normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages over them.

@@ -138,7 +138,7 @@ class Span:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, with -1 for sampled tokens, because a sampled image placeholder has no image
+    # (n,) token ids, but -1 for sampled tokens, because no image belongs to an image placeholder that was sampled
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)

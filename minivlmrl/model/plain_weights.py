@@ -85,7 +85,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# a weight of a model: a parameter, a LoRA or NF4 layer, or the stacked weights of a layer's experts
+# what holds a weight of a model: a parameter, a LoRA or NF4 layer, or the stacked weights of a layer's experts
 Weight = Tensor | ReplacedLinear | Stacked
 
 

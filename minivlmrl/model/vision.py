@@ -119,7 +119,7 @@ class Layout:
 
 # The policy and the reference model process the same images, so the images' layouts are cached.
 @lru_cache(maxsize=8)
-# Training also uses layouts that sampling has cached, and cannot use tensors created in inference mode.
+# Sampling runs in inference mode, but training uses the same layouts, and autograd rejects inference tensors.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the order of the patches, their rotary angles, and the windows in which they attend to each other."""
@@ -174,7 +174,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # The raster order is restored after merging, because there are four times as many patches as merged tokens.
+        # Four patches become one merged token, so restoring the raster order is cheaper after merging than before.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

@@ -119,7 +119,7 @@ class Reward:
         return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy for all ranks: if the reward function fails on one rank, all ranks raise RewardFailed."""
+        """Return a copy of the reward: if its function fails on one rank, all ranks raise RewardFailed."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:

@@ -94,7 +94,7 @@ class MetricsLog(ExitStack):
         self.mark()
 
     def mark(self):
-        """Store the number of lines in each log file for the next checkpoint."""
+        """Remember how many lines each log file has now; the next checkpoint saves these numbers."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property

@@ -222,7 +222,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             "would be a part of the answer; leave out format, as in --rewards={accuracy: 1.0}"
         )
     dtype = DTYPES[config.model.dtype]
-    # Adapters are float32, and adamw_8bit adds up the rounding errors, so both keep small updates.
+    # Float32 adapters lose no small updates, and adamw_8bit adds lost updates to the next ones.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

@@ -195,7 +195,7 @@ def print_table(results: dict, num_rows: int, chance: float | None):
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The first two columns, the sampled and the greedy accuracy, also show the accuracy of guessing.
+        # Guessing has the same accuracy in both of the first two columns, the sampled and the greedy accuracy.
         first_two = list(widths.values())[:2]
         print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -76,7 +76,7 @@ class ModelSpec:
     images: dict[str, Any] = field(default_factory=dict)
     # parses video_preprocessor_config.json; None means Qwen2.5-VL's video preprocessing
     read_videos: Callable = lambda settings, where, images: None
-    # computes the contents of video_preprocessor_config.json; with {}, the loaded model's file is copied
+    # returns the contents of video_preprocessor_config.json, or {} if a checkpoint copies the loaded model's file
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
