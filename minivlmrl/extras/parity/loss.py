@@ -23,7 +23,8 @@ from minivlmrl.trainers.functions import checked_loss
 SHOWN = 4  # differing cases that are printed
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
-# The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16.
+# The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16. Two cases
+# of SFT, whose masks begin later than the first token, were recorded with the same functions on 2026-11-29.
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -120,19 +121,19 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
-    if not verdict.kinds and kind == "grpo":
-        verdict.names.insert(1, "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     errors = [(options, result.error) for _, options, result in results]
     settings = [name for name in SETTINGS if name in varied or name in only]
     closest, group = closest_loss(errors, settings, tolerance)
-    if len(group) == len(results) or (verdict.kinds and "mistake" not in verdict.kinds):
-        return verdict
+    has_mistake = not verdict.kinds or "mistake" in verdict.kinds
     # A right GSPO loss differs from GRPO, but has no mistake.
-    if all(errors[i][1] <= tolerance for i in group):
+    if len(group) < len(results) and has_mistake and all(errors[i][1] <= tolerance for i in group):
         verdict.kinds, verdict.names = [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
-    elif not verdict.kinds:
+        return verdict
+    if len(group) < len(results) and not verdict.kinds:
         verdict.kinds, verdict.names = find_names([steps[i] for i in group], seconds)
         verdict.names.append(f"  Your loss is closest to the {len(group)} cases of --only {closest}")
+    if not verdict.kinds and kind == "grpo":
+        verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     return verdict
 
 

@@ -114,7 +114,7 @@ GSPO = NO_KL | {"importance_sampling_level": "sequence"}
 
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    numbers = {"grpo": 259, "dpo": 35, "sft": 4}
+    numbers = {"grpo": 259, "dpo": 35, "sft": 6}
     assert {kind: check(my_loss, kind=kind) for kind in numbers} == numbers and check(my_loss, delta=3.0) == 8
     assert check(grpo_loss) == 259  # a loss of a recipe needs no wrapper
     assert check(my_loss, loss_type="dapo") == 50 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
@@ -146,7 +146,7 @@ def test_the_report_of_a_wrong_loss():
     with pytest.raises(AssertionError) as error:
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
     head, *lines, name, effect = str(error.value).splitlines()
-    assert (head, len(lines)) == ("4 of 4 cases differ from TRL", 4)
+    assert (head, len(lines)) == ("6 of 6 cases differ from TRL", 5)
     assert all(re.match(r"sft\d+ \(.*\): value differs by .*, gradient by \d", line) for line in lines)
     assert name == "mistake: all values are 2 times as large" and effect.startswith("  effect: ")
 
@@ -354,6 +354,9 @@ UNSEEN |= {
     "SFT without the first token": (
         lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
         {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
+    "SFT with a mask that begins one token early": (
+        lambda b, o: sft.sft_loss(b["per_token_logps"], pad(b["mask"], (0, 1))[:, 1:], loss_type=o["loss_type"]),
+        {"kind": "sft"}, "mistake: a mask value is taken from the next token in its row and 0 for the last$"),
     "a lower bound of 1 / (1 + epsilon)": (changed(low=lambda q: 1 - 1 / (1 + q.options["epsilon_high"])), NO_KL,
         "ratios are clipped to at least 1 /"),
     "dual clip for all": (
@@ -412,8 +415,11 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
         return usual(batch, options).sin() + 1e-3 * batch["per_token_logps"].sum()
 
     says = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
-    assert judge(loss, seconds=0.5).names[-1].startswith(says)
-    assert "--only" not in judge(loss, seconds=0.5, **PLAIN).names[-1]
+    hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
+    *_, closest, last = judge(loss, seconds=0.5).names
+    assert closest.startswith(says) and last == hint
+    *_, before, last = judge(loss, seconds=0.5, **PLAIN).names
+    assert "--only" not in before and last == hint
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
     right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
     says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
@@ -439,7 +445,7 @@ def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, name, capsys):
 
 
 def test_nan_is_shown():
-    assert "nan instead of" in judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).names[-1]
+    assert "nan instead of" in judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).names[-2]
 
 
 def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
