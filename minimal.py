@@ -10,7 +10,7 @@ likely. DPO makes a chosen answer more likely than a rejected one. Read minimal.
 bottom: a line such as "# ---- A -> B" says that the next part takes A and returns B. The package
 has what minimal.py lacks:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
-- log-probabilities without storing all logits: kernels/selective_log_softmax.py
+- log-probabilities without storing all logits: kernels/linear_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
 - LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py, minivlmrl/model/nf4.py
 - resume, logs, evaluation: minivlmrl/run/
@@ -778,6 +778,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="runs/minimal", help="folder for the trained model")
     options = parser.parse_args()
+    if options.stage is grpo and options.group < 2:
+        parser.error("--group must be at least 2: the rewards of a group are compared")
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output).resolve():

@@ -33,6 +33,7 @@ TRL_ALIASES = {
     "max_prompt_length": "data.max_prompt_tokens",
     "max_length": "data.max_prompt_tokens",
     "reward_funcs": "rewards",
+    "reward_weights": "rewards",
     "chat_template_kwargs": "data.chat_template_kwargs",
     "model_name_or_path": "model.path",
     "dataset_name": "data.train_file",
@@ -241,13 +242,13 @@ def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -
     if "." in key and key in paths:  # a recipe has sections in place of dotted names
         parent, _, name = key.rpartition(".")
         return f"write {name} in the section {parent}"
-    for words in ([key], key.split("_")):
+    for says, words in (("the name in minivlmrl is", [key]), ("perhaps you mean", key.split("_"))):
         elsewhere = []
         for path in paths:
             if key == path.replace(".", "_") or path.split(".")[-1] in words:
                 elsewhere.append(dashes + path)
         if elsewhere:
-            return f"the name in minivlmrl is {' or '.join(elsewhere)}"
+            return f"{says} {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
     return did_you_mean(key, names, dashes + prefix, count=3, cutoff=0.0).removeprefix("; ")
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.loss_search import as_step, find_names
+from minivlmrl.extras.parity.step import Dump
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.trainers.functions import checked_loss
 
 SHOWN = 4  # differing cases that are printed
+CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
 # The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16. Two cases
@@ -120,21 +122,39 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
-    verdict.kinds, verdict.names = find_names(steps, seconds)
     errors = [(options, result.error) for _, options, result in results]
     settings = [name for name in SETTINGS if name in varied or name in only]
-    closest, group = closest_loss(errors, settings, tolerance)
-    has_mistake = not verdict.kinds or "mistake" in verdict.kinds
-    # A right GSPO loss differs from GRPO, but has no mistake.
-    if len(group) < len(results) and has_mistake and all(errors[i][1] <= tolerance for i in group):
-        verdict.kinds, verdict.names = [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
-        return verdict
-    if len(group) < len(results) and not verdict.kinds:
-        verdict.kinds, verdict.names = find_names([steps[i] for i in group], seconds)
-        verdict.names.append(f"  Your loss is closest to the {len(group)} cases of --only {closest}")
-    if not verdict.kinds and kind == "grpo":
+    candidates = closest_losses(errors, settings, tolerance)
+    verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
+    if not verdict.kinds and kind == "grpo" and verdict.names[0].startswith("no name"):
         verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     return verdict
+
+
+def find_names_by_loss(
+    steps: list[Dump],
+    candidates: list[tuple[str, list[int]]],
+    errors: list[tuple[dict, float]],
+    tolerance: float,
+    seconds: float,
+) -> tuple[list[str], list[str]]:
+    """Call `find_names` for all test cases, and then for those of each of the closest losses until one has names."""
+    kinds, names = find_names(steps, seconds)
+    closest, group = candidates[0]
+    if len(group) == len(steps) or (kinds and "mistake" not in kinds):
+        return kinds, names
+    # A right GSPO loss differs from GRPO, but has no mistake.
+    if all(errors[i][1] <= tolerance for i in group):
+        return [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
+    if kinds:
+        return kinds, names
+    tried = []
+    for closest, group in candidates[:CLOSEST]:
+        kinds, names = find_names([steps[i] for i in group], seconds / 2)
+        tried.append([*names, f"  Your loss is closest to the {len(group)} cases of --only {closest}"])
+        if kinds:
+            return kinds, tried[-1]
+    return [], tried[0]
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
@@ -146,8 +166,10 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
     return ""
 
 
-def closest_loss(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> tuple[str, list[int]]:
-    """Return the TRL loss to which the user's loss is closest: its options, and the indices of its test cases."""
+def closest_losses(
+    results: list[tuple[dict, float]], settings: list[str], tolerance: float
+) -> list[tuple[str, list[int]]]:
+    """Return the losses of TRL, the closest to the user's loss first: their options, and their test cases' indices."""
     groups = {}  # {options that select a loss in TRL: indices of its test cases}
     for i, (options, _) in enumerate(results):
         values = {"kind": options["kind"]} | {name: options[name] for name in settings}
@@ -160,7 +182,7 @@ def closest_loss(results: list[tuple[dict, float]], settings: list[str], toleran
         # A loss that agrees in all its test cases is the closest; among equals, TRL's default is preferred.
         return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
 
-    return min(groups.items(), key=difference)
+    return sorted(groups.items(), key=difference)
 
 
 @dataclass

@@ -455,12 +455,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("average", "sft", "completion lengths are weights", "arXiv 2604.23747", about=AVERAGES): {
         f"each row of {name} is averaged by itself": {"average": "grpo", "loss_type": name} for name in ("nll", "dft")
     },
+    Quantity("mean", "grpo", "a completion without tokens makes the loss NaN", "verl issue 7200", about=AVERAGES): {
+        "a row without tokens is divided by 0 in the mean over each row": (
+            lambda s: (s.terms.sum(1) / s.mask.sum(1)).sum() / len(s.all_rows)
+        ),
+    },
     Quantity("mean", "grpo", "tokens are weighted differently", "verl issue 7200, rllm PR 512, TRL PR 6439"): {
         "the means of the rows are added within a micro-batch instead of averaged":
             lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
-        "the loss is averaged over each row's tokens and then over the rows, and a row without tokens gives NaN": (
-            lambda s: (s.terms.sum(1) / s.mask.sum(1)).sum() / len(s.all_rows)
-        ),
         "the mean of the rows is only over rows with a token":
             lambda s: row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum(),
         "advantages are normalised again within each micro-batch": {
