@@ -170,7 +170,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of hidden states and LM head to grads = [(M, D), (V, D)], except to an item that is None."""
+    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors in `grads`; skip a None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)

@@ -136,7 +136,7 @@ class FileOptions:
     # number of times that an epoch contains each row of the file; 0.5 takes every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
-    # folder in which images with relative paths are searched; None is data.image_root
+    # folder in which images with relative paths are searched; by default, data.image_root
     image_root: FilePath | None = None
     # names of the rewards that score rows of the file; an empty list means all rewards of the recipe
     rewards: list[RewardName] = field(default_factory=list)

@@ -136,7 +136,7 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
 
 
 def read_texts(columns: dict) -> dict:
-    """Check and return a row's columns with texts or lists of turns."""
+    """Check the columns of a row that contain texts or lists of turns, and return these columns."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         check_field(isinstance(value, TEXTS[name]), f"column {name!r}", value, TYPE_WORDS[TEXTS[name]])

@@ -10,7 +10,7 @@ The core imports a module of extras/ only when a recipe, a command line or a mod
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | kto.py | the KTO loss | a stage of your own |
-| memory/ | the GPU memory and the least seconds that a run needs | `python -m minivlmrl memory` |
+| memory/ | the GPU memory and the shortest time that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
 | replay.py | a step of a run again | `python -m minivlmrl replay` |

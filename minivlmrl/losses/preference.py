@@ -188,8 +188,8 @@ def dpo_loss(
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute WPO's weight of each pair, (B,), which is large if the policy is likely to write both answers.
 
-    WPO's weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers; all arguments are (B, 2,
-    T).
+    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers, see `dpo_loss`. All
+    arguments have shape (B, 2, T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()

@@ -106,9 +106,9 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    The first half of a patch's angles is its row times the frequencies, the second half its column times the
-    frequencies. As in pixel_values, the 2 x 2 patches that are merged into one token are contiguous. All frames of a
-    video have the same rotary angles, because the tower's rotary embedding does not encode time.
+    A patch in row i and column j has the angles i * frequencies, followed by j * frequencies. As in pixel_values, the 2
+    x 2 patches that are merged into one token are contiguous. All frames of a video have the same rotary angles,
+    because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.

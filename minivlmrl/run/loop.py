@@ -101,7 +101,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # check_output_dir comes last, so that nobody deletes earlier results for a run that fails another check.
+    # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
     check_output_dir(config)
     return model, processor, datasets
 

@@ -217,7 +217,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows with more than data.max_prompt_tokens tokens; answers to train on count, too.
+    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers count, too.
 
     Returns:
         The remaining rows, and on rank 0 a summary of each dataset.
@@ -245,7 +245,7 @@ def fit_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps of the stages that max_epochs ends earlier, also for config.yaml."""
+    """Lower the max_steps of each stage that max_epochs ends earlier; config.yaml gets the lowered number."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

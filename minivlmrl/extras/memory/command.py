@@ -5,7 +5,7 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the least seconds that a training
+for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the shortest time that a training
 step can take. The file diagnostics/memory.py explains the memory estimate.
 """
 
@@ -119,7 +119,7 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
+    """Return each phase's shortest time in a training step on one GPU, in seconds, by the GPU's data sheet.
 
     Three assumptions: all prompts are as long as the longest prompt, matrix products run at the GPU's peak rate, and a
     decode step reads the decoder's weights and the KV cache once. The time for attention, activation functions and the

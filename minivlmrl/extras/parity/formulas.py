@@ -15,9 +15,9 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return the trainer's log-probabilities if the trainer's errors look like 16-bit rounding, else x.
+    """Return the trainer's log-probabilities if their errors look like those of x, which has 16 bits, else x.
 
-    Errors look like 16-bit rounding if ours and the trainer's are correlated and of similar size. With fewer than 16
+    The errors must be correlated and of similar size. With fewer than 16
     log-probabilities, errors could be correlated by chance.
 
     Args:

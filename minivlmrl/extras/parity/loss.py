@@ -158,7 +158,7 @@ def find_names_by_loss(
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Name an option value that only the differing cases have, as in ", which are those with beta = 0.1"."""
+    """Describe what only the differing cases have in common: ", which are those with beta = 0.1"; "" if nothing."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -169,7 +169,7 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 def closest_losses(
     results: list[tuple[dict, float]], settings: list[str], tolerance: float
 ) -> list[tuple[str, list[int]]]:
-    """Return the losses of TRL, the closest to the user's loss first: their options, and their test cases' indices."""
+    """Return (options, indices of test cases) for each loss of TRL; the loss closest to the user's loss comes first."""
     groups = {}  # {options that select a loss in TRL: indices of its test cases}
     for i, (options, _) in enumerate(results):
         values = {"kind": options["kind"]} | {name: options[name] for name in settings}

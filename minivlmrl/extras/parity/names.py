@@ -95,7 +95,7 @@ def shifted(x, by):
 
 
 def discount(c, mask):
-    """Return the weights 1, c, c ** 2, ... of a row's tokens, from the first token in the mask on."""
+    """Return weights for the tokens of a row: 1 for the first token in the mask, then c, c ** 2, and so on."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 

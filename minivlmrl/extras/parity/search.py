@@ -53,7 +53,7 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# nouns for the warning "only one row differs, too few to tell causes apart"
+# what the warning "only one row differs, too few to tell causes apart" counts in these stages instead of rows
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # start values of the search for an unknown number, such as the bound c in the bug "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
@@ -116,7 +116,7 @@ class Cause:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Insert a number into the description, as in "all values are 8 times as large: the 8 rows"."""
+        """Put the number into the text of the bug, for example "all values are 8 times as large: the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -149,7 +149,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield one bug for each part of a model or a step, as in "there is no gradient for the vision tower"."""
+    """Limit a bug to each part of a model or of a step, for example to the gradient of the vision tower."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change
@@ -163,7 +163,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
-    """Recompute a stage, such as the loss, with the bug `change`; {} means no bug.
+    """Recompute a stage, such as the loss. `change` is the bug to simulate, or {} for none.
 
     Returns None if the computation fails with this bug. Raises SearchEndedError after a search's deadline.
     """
@@ -321,7 +321,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine the bugs that leave the smallest errors into pairs."""
+        """Return pairs of bugs. Only bugs that alone leave small errors are paired."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
