@@ -227,7 +227,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Apply change_text to a path or to a name such as "file.py:f", for example to make it absolute."""
+        """Apply change_text to a path or to a name such as "file.py:f", for example to make the path absolute."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value

@@ -55,17 +55,13 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """Rules that turn the metrics of the last 10 steps into warnings.
-
-    Args:
-        evaluated: metrics of the last evaluation before the stage.
-    """
+    """Rules that turn the metrics of the last 10 steps into warnings."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
         self.goals = [name for name, weight in self.run.rewards.items() if weight > 0]  # rewards that training raises
-        self.evaluated = evaluated
+        self.evaluated = evaluated  # metrics of the last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.run.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"

@@ -71,7 +71,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Raise ValueError if no answer can be right for the solution of a row, such as a box outside the image."""
+    """Raise ValueError if no answer can equal the solution of a row, for example if its box is outside the image."""
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
         rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)

@@ -151,7 +151,7 @@ class Results:
     def chance(self) -> float | None:
         """Return the accuracy of guessing without seeing the image, or None if the first metric is no accuracy.
 
-        Without a task, the best guess is the most frequent solution of the held-out rows.
+        For rows from a file, guessing means to give the most frequent solution of the held-out rows as every answer.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None

@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.wait()  # for a rank that reads its images slowly
             mask = batch.loss_mask
-            # After the first `count` rows come repeats of another rank's rows, which must not count twice.
+            # Rows after the first `count` rows repeat rows of another rank, and must not count twice.
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()

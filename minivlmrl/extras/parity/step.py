@@ -162,7 +162,7 @@ class Dump(dict):
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return tensors by the names of parameters; the kind "grad", for example, selects the gradients."""
+        """Return {parameter name: tensor} for one kind of tensors, for example "grad" for the gradients."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
