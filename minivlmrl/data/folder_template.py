@@ -220,7 +220,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # A template could strip or escape a space or a symbol, so the mark is a Chinese letter that no text contains.
+        # The mark is a Chinese letter that is in no text, because a template could strip or escape a space or a symbol.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark

@@ -219,7 +219,7 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Combine the options of one image or video with the options for all rows, data.image and data.video."""
+    """Return an image's own options, or else those for all rows; for a video, its own in addition to those."""
     if item.kind == "image":
         return item.options or common_options
     # If a row gives nframes or a list of frames, the options of data.video must not select frames again.

@@ -67,7 +67,7 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): top_k, top_p and min_p left counts[i] ids for token i; `ids` joins them for all C tokens
+    # (counts, ids): token i was chosen among counts[i] ids, because of top_k, top_p and min_p; `ids` lists all of them
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py

@@ -1,7 +1,7 @@
 """Registry of reward functions, and checks on their arguments and return values.
 
-The name of a reward is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". The name of a reward may
-end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
+A reward has a name from REWARDS, or the name of a function: "my_rewards.py:brevity" or "package.module:brevity". The
+name may end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
 """
 
 import dis

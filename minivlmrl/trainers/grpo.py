@@ -90,7 +90,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return what dynamic sampling compares in a group: rewards, (samples, K), or weighted sums, (samples, 1)."""
+        """Return what dynamic sampling compares in a group: rewards (samples, K) or weighted sums (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -155,7 +155,7 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples that cannot change the gradient, because their advantage is 0."""
         if self.needs_all_samples:
             return samples
-        # Every rank of a sharded model must run a forward pass, so one sample is kept if all advantages are 0.
+        # If all advantages are 0, one sample is kept, because every rank of a sharded model must run a forward pass.
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:

@@ -44,7 +44,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Mark each <result>...</result> after a tag such as </zoom> as text that the assistant did not write."""
+        """Record that the assistant did not write the <result>...</result> that follows a tag such as </zoom>."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []

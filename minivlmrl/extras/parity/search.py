@@ -130,7 +130,7 @@ def names_of(name: str, d: Dump) -> set[str]:
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the known bugs of a stage, such as the loss, for which the step has the needed tensors."""
+    """List the known bugs of a stage, such as the loss, without bugs whose tensors the step lacks."""
     names = names_of(name, d)
     result = []
     for quantity, causes in table.QUANTITIES.items():

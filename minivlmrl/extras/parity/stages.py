@@ -202,7 +202,7 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute each micro-batch's loss, and the loss gradients (n, S) of the log-probabilities and entropies."""
+    """Recompute each micro-batch's loss and its gradients (n, S) with respect to log-probabilities and entropies."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")

@@ -319,7 +319,7 @@ class grpo_steps(Steps):
 
     def generated(self, result: dict, examples: list):
         keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
-        # Two groups of a rollout may have the same prompt, so every num_generations completions start a new group.
+        # Two groups may have the same prompt, so a new group begins after every num_generations of its completions.
         groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
         begin = self.num_rows
         self.num_rows += len(keys)
