@@ -159,7 +159,7 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place; `total` is float32 or float64, and a and b may have 16 bits."""
+    """Add the product a @ b to `total` in place; `total` is float32 or float64, and the factors may have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:

@@ -90,7 +90,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # FFmpeg gets an open file, because it would read the file name concat:a|b as two files, a and b.
+    # FFmpeg gets an open file, because it would read the file name concat:x.mp4|y.mp4 as two files.
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
     # All protocols of FFmpeg are forbidden, because FFmpeg would open the files and URLs that a playlist lists.
     options = {"protocol_whitelist": "none"}

@@ -101,6 +101,13 @@ def test_the_folder_is_not_overwritten(tiny, rows, capsys):
     assert "--output" in capsys.readouterr().err
 
 
+def test_a_group_of_one_is_refused(capsys):
+    """Its advantages would be NaN, in the first step after a minute of SFT."""
+    with pytest.raises(SystemExit):
+        main("--group=1")
+    assert "--group must be at least 2: the rewards of a group are compared" in capsys.readouterr().err
+
+
 def test_each_row_comes_once_before_any_comes_again(capsys):
     seen = []
 
