@@ -36,10 +36,10 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks
+from minivlmrl.extras.memory.estimate import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.generation import generate, sampler
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.model import config_json

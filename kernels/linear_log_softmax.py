@@ -188,7 +188,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# Custom operators hide the blocks of logits from the memory estimate, so diagnostics/memory.py adds piece_bytes.
+# Custom operators hide the blocks of logits from the memory estimate, so extras/memory/estimate.py adds piece_bytes.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float

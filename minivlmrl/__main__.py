@@ -9,11 +9,11 @@ from minivlmrl.errors import check_extras, did_you_mean, mistake
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
-    "chat": ("minivlmrl.commands.chat:main", "send a model one prompt and print its answer"),
-    "merge": ("minivlmrl.commands.merge:main", "merge an adapter into its base model"),
-    "report": ("minivlmrl.commands.report:main", "write an HTML report of one run or two runs"),
-    "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file and score them"),
-    "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
+    "chat": ("minivlmrl.extras.answers.chat:main", "send a model one prompt and print its answer"),
+    "merge": ("minivlmrl.extras.merge:main", "merge an adapter into its base model"),
+    "report": ("minivlmrl.extras.report:main", "write an HTML report of one run or two runs"),
+    "evaluate": ("minivlmrl.extras.answers.evaluate:main", "answer the rows of a file and score them"),
+    "generate": ("minivlmrl.extras.answers.evaluate:generate_main", "answer the rows of a file"),
     "convert": ("minivlmrl.extras.convert.command:main", "write rows of other projects in the form that a run reads"),
     "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
     "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),

@@ -1,6 +1,6 @@
 """Resize video frames as qwen-vl-utils does, and cut them into patches; extras/video_files.py reads the files.
 
-The class model/families/qwen3_vl.Videos samples and resizes videos for Qwen3-VL.
+The class extras/families/qwen3_vl.Videos samples and resizes videos for Qwen3-VL.
 """
 
 import math

@@ -33,7 +33,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards with which run/preflight.py finds invalid solutions before training
+# rewards with which extras/check/preflight.py finds invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # metrics that every optimizer step has; a reward may not log other values under these names

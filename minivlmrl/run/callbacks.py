@@ -1,7 +1,8 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
 The training loop calls each callback's methods on all ranks, at the moment that the method's name describes. The
-default callbacks check memory, write report.html, and warn if training does not learn or the loss ignores an input. To
+default callbacks watch a run, but do not change its numbers: they check recipe, rows and memory, write report.html, and
+warn if training does not learn or the loss ignores an input. They are extras, so a copy without extras/ has none. To
 add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -13,6 +14,8 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import has_extras
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -20,6 +23,9 @@ from minivlmrl.trainers.base import Step, Trainer
 
 class Callback:
     """Base class for callbacks, whose methods do nothing until a subclass overrides them."""
+
+    def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
+        """Check the recipe before anything is loaded, and before the ranks connect."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the recipe before rows and weights are loaded; raise ValueError to reject the recipe."""
@@ -30,6 +36,15 @@ class Callback:
         Args:
             datasets: the rows of each stage, {stage: rows}; the key "eval" has the held-out rows.
         """
+
+    def on_model(
+        self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
+        world: World, notes: list[str],
+    ):  # fmt: skip
+        """Check the rows against the model that was just built; `notes` describe the rows, on rank 0."""
+
+    def on_error(self, error: Exception):
+        """See an error that ends the run; raise another exception to replace it."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         """Run code before the first stage of a run, after config.yaml and the log files were created."""
@@ -54,9 +69,21 @@ class Callback:
         return {}
 
 
+WATCHERS = {  # {what a callback watches: its class in extras/}
+    "recipe": "check.preflight:Preflight",
+    "out of memory": "memory.out_of_memory:OutOfMemoryReport",
+    "memory": "memory.memory_check:MemoryCheck",
+    "inputs": "inputs:InputCheck",
+    "learning": "warnings:TrainingWarnings",
+    "report": "report:ReportPage",
+}
+
+
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the default callbacks: the memory and input checks, the warnings and the report."""
-    names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
-    if config.check_memory and config.model.path:
-        names.insert(0, "memory_check:MemoryCheck")
-    return [load_name(f"minivlmrl.diagnostics.{name}")() for name in names]
+    """Build the callbacks that watch a run; a copy of the package without extras/ has none."""
+    if not has_extras():
+        return []
+    watchers = dict(WATCHERS)
+    if not (config.check_memory and config.model.path):
+        del watchers["memory"]
+    return [load_name(f"minivlmrl.extras.{name}")() for name in watchers.values()]

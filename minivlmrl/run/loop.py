@@ -4,7 +4,8 @@ run_training calls train_stages, which calls train_stage for each stage, which c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
@@ -23,8 +24,6 @@ from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
-from minivlmrl.run.out_of_memory import Situation, reporting_out_of_memory
-from minivlmrl.run.preflight import describe_hardware
 from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
@@ -45,6 +44,8 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     if callbacks is None:
         callbacks = default_callbacks(config)
     trainers = find_trainers(config)
+    for callback in callbacks:
+        callback.on_recipe(config, trainers)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
         train_stages(config, trainers, signals, callbacks)
@@ -56,17 +57,17 @@ def train_stages(
     config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
 ):
     world = signals.world
-    situation = Situation(config, world.size)
-    with reporting_out_of_memory(situation):
+    with watched(callbacks):
         model, processor, datasets = set_up(config, trainers, world, callbacks)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
-    situation.state = state = checkpoints.to_resume()
-    if world.is_main:  # only now, because a run that fails before writes no report
-        print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
+    state = checkpoints.to_resume()
+    if world.is_main:  # only now, because a run that fails before writes no files
+        hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
+        print(f"output: {config.output_dir}; {hint}", flush=True)
     with (
         MetricsLog(config, world, state, checkpoints.resumed) as log,
         checkpoints.saved_on_error(state, log),
-        reporting_out_of_memory(situation),
+        watched(callbacks),
     ):
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)
@@ -86,17 +87,25 @@ def train_stages(
                 trainer = trainers[stage](config, model, processor, world, steps_done)
             if number > state.stage:  # after loading, so that memory running out loses no step
                 state.begin_stage(number)
-            situation.trainer = trainer
             train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
         results.write(trainer)
+
+
+@contextmanager
+def watched(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Context manager that shows an error in its block to the callbacks."""
+    try:
+        yield
+    except Exception as error:
+        for callback in callbacks:
+            callback.on_error(error)
+        raise
 
 
 def set_up(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     check_outputs(config, trainers)
-    if world.is_main:
-        describe_hardware(config, world)
     for callback in callbacks:
         callback.on_setup(config, world)
     with phase("load"):

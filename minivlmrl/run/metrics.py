@@ -47,6 +47,7 @@ class MetricsLog(ExitStack):
     def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
         super().__init__()
         self.world = world
+        self.progress = progress
         self.steps = progress.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # start of the current stage
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation

@@ -22,6 +22,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import prepare_tools
+from minivlmrl.generation.sampler import find_engine
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import config_for, random_processor, random_weights
@@ -33,17 +34,10 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
-from minivlmrl.run.preflight import (
-    answers_of,
-    check_positions,
-    check_truths,
-    collect_notes,
-    describe_model,
-    describe_thought,
-    try_rewards,
-)
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.offline import PairTrainer
+from minivlmrl.trainers.registry import find_trainer
 
 
 def prepare(
@@ -60,21 +54,15 @@ def prepare(
     eval_columns = required_columns(held_out_rewards(config))
     reads = columns_read(config, trainers)
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
-    try_rewards(config, needs, datasets)
-    world.run_on_rank_zero(partial(check_truths, config, needs, datasets))
     processor = build_processor(config, datasets)
     datasets, row_texts = fit_rows(config, datasets, processor, world)
     for callback in callbacks:
         callback.on_rows(config, datasets, processor, world)
     model = build_weights(config, world, processor)
-    if world.is_main:
-        describe_model(config, model)
-        describe_thought(processor)
-        for note in [*collect_notes(config, trainers, datasets), *row_texts]:
-            print(note, flush=True)
+    for callback in callbacks:
+        callback.on_model(config, datasets, model, processor, world, row_texts)
     limit_epochs(config, datasets)
-    check = partial(check_positions, config, needs, datasets, model, processor)
-    world.run_on_rank_zero(check)
+    world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor))
     return model, processor, datasets
 
 
@@ -212,6 +200,53 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
             for turn in turns:
                 yield text_of(turn)
             yield str(row.columns.get("solution") or "")
+
+
+def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
+    """Return the names of the row fields that contain answers, such as ("chosen", "rejected")."""
+    trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
+    if name in trainers:
+        return trainers[name].answers
+    return PairTrainer.answers if {trainer.needs for trainer in trainers.values()} == {"pairs"} else ()
+
+
+def check_positions(
+    config: RunConfig,
+    needs: dict[str, str],
+    datasets: dict[str, Dataset],
+    model: VisionLanguageModel,
+    processor: Processor,
+):
+    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
+    max_positions = model.config.max_position_embeddings
+    engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
+    for name, rows in datasets.items():
+        answers = answers_of(config, name)
+        is_answered = needs.get(name, "prompts") == "prompts" and not answers
+        num_new = config.sampling.max_new_tokens if is_answered else 0
+        most_tokens = max_positions
+        bound = f"the model's {max_positions} (max_position_embeddings)"
+        # An evaluation does not use vLLM, so held-out rows may exceed vLLM's token limit.
+        if needs.get(name) == "prompts" and engine_limit < max_positions:
+            most_tokens = engine_limit
+            bound = f"the limit of {engine_limit} tokens of sampling.engine"
+        limit = most_tokens - num_new
+        if limit < 1:
+            raise ValueError(
+                f"sampling.max_new_tokens is {num_new}, but it must be less than {most_tokens}, "
+                f"because prompt and completion together must not exceed {bound}"
+            )
+        advice = "lower sampling.max_new_tokens, " if num_new else ""
+        reason = (
+            f"{f'and {num_new} new ones ' if num_new else ''}are over {bound}; "
+            f"{advice}shorten the prompt{' or the answer' if answers else ''} or remove the row; "
+            f"data.max_prompt_tokens={limit} skips such rows in training"
+        )
+        skips = config.data.skip_unreadable and name != "eval"
+        for size in long_rows(rows, processor, limit, skips, answers):
+            raise ValueError(
+                f"{size.where}: the prompt{' and the answer' if answers else ''} of {size.longest} tokens {reason}"
+            )
 
 
 def fit_rows(

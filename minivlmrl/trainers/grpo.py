@@ -25,14 +25,7 @@ from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
-from minivlmrl.trainers.functions import (
-    call_advantages,
-    find_advantages,
-    find_loss,
-    loss_arguments,
-    try_advantages,
-    try_loss,
-)
+from minivlmrl.trainers.functions import call_advantages, find_advantages, find_loss, loss_arguments
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import group_metrics
 
@@ -57,15 +50,6 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     config: GRPOOptions
-
-    @classmethod
-    def check(cls, run: RunConfig):
-        super().check(run)
-        config = getattr(run, cls.stage)
-        if ":" in config.loss_type:
-            try_loss(find_loss(config), config)
-        if ":" in config.advantages_name:
-            try_advantages(find_advantages(config), config, num_rewards=len(run.rewards))
 
     @staticmethod
     def has_reference(config: GRPOOptions) -> bool:

@@ -1,7 +1,7 @@
 """Registry of training stages, which a recipe names in the option `stages`, and their trainer classes."""
 
 from minivlmrl.config.import_utils import find_stage
-from minivlmrl.config.validation import check_dtypes, check_effects
+from minivlmrl.config.options import RunConfig
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
@@ -39,10 +39,17 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # With `stages: []`, a training recipe only evaluates, and may keep its section `reference`.
-    references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
-    check_effects(config, has_reference=any(references) or not trainers)
     for trainer in trainers.values():
         trainer.check(config)
     return trainers
+
+
+def check_dtypes(run: RunConfig):
+    """Raise ValueError if a recipe trains in float16, whose gradients would need loss scaling."""
+    for option in ("dtype", "compute_dtype"):
+        if run.stage_names and getattr(run.model, option) == "float16":
+            raise ValueError(
+                f"model.{option} is 'float16', in which small gradients become 0, because there is no "
+                "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"
+            )

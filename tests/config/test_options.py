@@ -21,7 +21,7 @@ from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run.metrics import METRICS
-from tests.config.test_validation import CASES
+from tests.extras.test_effects import CASES
 from tests.helpers.runs import LETTERS, leave_out
 from tests.helpers.stages import STAGES
 from tests.helpers.tiny import RUN_MODEL
@@ -289,7 +289,7 @@ REFUSED = [(name, value, others) for name, value, without, _ in CASES for others
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
 def test_refused_options_would_change_nothing(run_metrics, lively, monkeypatch, name, value, others):
-    monkeypatch.setattr("minivlmrl.trainers.registry.check_effects", lambda *_, **__: None)
+    monkeypatch.setattr("minivlmrl.extras.check.preflight.check_effects", lambda *_, **__: None)
     base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
     assert not differ(run_metrics(*base), run_metrics(*base, *as_overrides({name: value})))
 

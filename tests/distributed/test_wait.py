@@ -11,9 +11,9 @@ import torch
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.diagnostics import report
 from minivlmrl.distributed import saving
 from minivlmrl.distributed.process_group import shutdown
+from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import checkpoint_files, process

@@ -13,8 +13,8 @@ import torch
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.row_summary import RowSize
-from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory.command import find_gpu, least_seconds, main, memory_table
+from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
 from tests.helpers import tiny

@@ -10,13 +10,13 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
+from minivlmrl.extras.families.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.generation import stop_strings
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.environments import check_environment
 from minivlmrl.generation.generate import Decode
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import StopStrings
-from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.model.vision import VisionTransformer
 from tests.distributed.test_fsdp import sharded_model
 from tests.helpers import tiny

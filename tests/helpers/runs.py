@@ -9,7 +9,7 @@ import yaml
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.diagnostics.memory import MemoryEstimator
+from minivlmrl.extras.memory.estimate import MemoryEstimator
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers import tiny
 
@@ -40,7 +40,7 @@ def run(home, tmp_path):
 
 def leave_out(patch):
     """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
-    patch.setattr("minivlmrl.diagnostics.report.write_page", lambda *_: None)
+    patch.setattr("minivlmrl.extras.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
 

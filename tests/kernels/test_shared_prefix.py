@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minivlmrl.diagnostics.memory import AllocationTracker
+from minivlmrl.extras.memory.estimate import AllocationTracker
 from minivlmrl.kernels import shared_prefix
 from minivlmrl.kernels.dense_attention import dense_attention, flash_attention, flash_attention_backward
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention

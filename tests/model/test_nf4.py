@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from minivlmrl.__main__ import main
-from minivlmrl.commands.chat import inference_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.weights import copy_model
+from minivlmrl.extras.answers.chat import inference_config
 from minivlmrl.model import nf4
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from docs.scripts import step, walkthrough
-from tests.diagnostics.test_page import browse
+from tests.extras.test_page import browse
 from tests.helpers.links import ROOT
 
 

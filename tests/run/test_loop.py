@@ -130,7 +130,9 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 
 def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.loop.prepare", None)  # calling it would fail
-    monkeypatch.setattr("minivlmrl.diagnostics.memory_check.check_disk", Mock(side_effect=ValueError("sft needs more")))
+    monkeypatch.setattr(
+        "minivlmrl.extras.memory.memory_check.check_disk", Mock(side_effect=ValueError("sft needs more"))
+    )
     with pytest.raises(ValueError, match="sft needs more"):
         run(*own, "--stages=[sft]")
 
@@ -142,7 +144,7 @@ def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_
     recorder.state_dict.return_value = {"recorder": "text"}
     assert run_training(config, [recorder]) == 0
     step = ["on_step_begin", "on_step_end", "on_evaluation"]
-    begin = ["on_setup", "on_rows", "on_run_begin", "on_evaluation", "on_stage_begin"]
+    begin = ["on_recipe", "on_setup", "on_rows", "on_model", "on_run_begin", "on_evaluation", "on_stage_begin"]
     assert [name for name, *_ in recorder.mock_calls] == [*begin, *step, *step[:2], "state_dict", step[2], "on_run_end"]
     losses = [line["loss"] for line in metrics(tmp_path / "a")]
     assert [call.args[3]["loss"] for call in recorder.on_step_end.mock_calls] == losses

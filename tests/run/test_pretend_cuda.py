@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minivlmrl.diagnostics import memory_check
 from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory import memory_check
 from minivlmrl.model import lora, vision
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny

@@ -10,7 +10,7 @@ import torch
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.rows import Row
-from minivlmrl.diagnostics.report import collect_run
+from minivlmrl.extras.report import collect_run
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file

@@ -9,12 +9,12 @@ import pytest
 import torch
 from pytest import approx
 
-from minivlmrl.commands import evaluate
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
+from minivlmrl.extras.answers import evaluate
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.rewards.text import find_answer, tag_format
 from minivlmrl.run.metrics import MetricsLog

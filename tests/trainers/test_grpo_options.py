@@ -8,7 +8,7 @@ import torch
 
 from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.diagnostics.warnings import WarningRules
+from minivlmrl.extras.warnings import WarningRules
 from minivlmrl.losses import advantages
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.model.logprobs import per_token_logps

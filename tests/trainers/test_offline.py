@@ -9,8 +9,8 @@ import torch
 
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory.out_of_memory import longest_row
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.run.out_of_memory import longest_row
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.offline import PairTrainer
 from tests.helpers.stages import ONE, Rows

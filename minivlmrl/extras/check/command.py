@@ -19,6 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
+from minivlmrl.extras.check.preflight import find_mistakes
 from minivlmrl.extras.check.rewards import (
     Trial,
     check_contradictions,
@@ -30,7 +31,6 @@ from minivlmrl.extras.check.rewards import (
 from minivlmrl.extras.check.rows import check_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
-from minivlmrl.run.preflight import describe_hardware, find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
@@ -48,11 +48,12 @@ def main(arguments: list[str]) -> int:
 def check(config: RunConfig) -> Iterator[str]:
     """Yield a message with cause and fix for each problem of a recipe's options, rows and rewards."""
     stages = find_trainers(config)
-    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     callbacks = default_callbacks(config)
     for callback in callbacks:
+        callback.on_recipe(config, stages)
+    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    for callback in callbacks:
         callback.on_setup(config, world)
-    describe_hardware(config, world)
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
         datasets |= {

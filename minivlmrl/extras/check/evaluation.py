@@ -11,10 +11,10 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
+from minivlmrl.extras.check.preflight import rows_trained_on
 from minivlmrl.extras.check.rewards import Trial, check_constant, check_empty
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
-from minivlmrl.run.preflight import rows_trained_on
 
 NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
 

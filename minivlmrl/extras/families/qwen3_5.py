@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivlmrl.extras.families import qwen3_vl
 from minivlmrl.extras.families.gated_delta_rule import gated_delta_rule
 from minivlmrl.extras.families.sections import RecurrentConfig
 from minivlmrl.kernels.dense_attention import Reorder
@@ -25,7 +26,6 @@ from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer, SelfAttention, VisionLanguageModel
-from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.rope import apply_rotary
 
 

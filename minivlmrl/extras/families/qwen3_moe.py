@@ -4,12 +4,11 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from minivlmrl.extras.families import qwen3_5
+from minivlmrl.extras.families import qwen3_5, qwen3_vl
 from minivlmrl.extras.families.experts import count_over_ranks, place_experts, split_experts, stack_experts
 from minivlmrl.extras.families.sections import ExpertsConfig
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
-from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.families.registry import ModelSpec
 
 # keys of each model family's config.json that describe experts, with transformers' defaults

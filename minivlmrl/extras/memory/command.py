@@ -6,7 +6,7 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
 for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the shortest time that a training
-step can take. The file diagnostics/memory.py explains the memory estimate.
+step can take. The file extras/memory/estimate.py explains the memory estimate.
 """
 
 import argparse
@@ -25,7 +25,9 @@ from minivlmrl.data.download import SETTINGS, find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.memory import (
+from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import check_field
+from minivlmrl.extras.memory.estimate import (
     GB,
     RESERVE,
     MemoryEstimator,
@@ -37,10 +39,8 @@ from minivlmrl.diagnostics.memory import (
     persistent_items,
     sampling_batch,
 )
-from minivlmrl.diagnostics.memory_check import measure_datasets, refusal, written_bytes
-from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_field
 from minivlmrl.extras.memory.flops import CARDS, Card, find_card, flops_by_input
+from minivlmrl.extras.memory.memory_check import measure_datasets, refusal, written_bytes
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import DTYPES, load_processor

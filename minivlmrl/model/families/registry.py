@@ -22,7 +22,7 @@ from minivlmrl.model.plain_weights import Weight
 MODULES = {
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
     "qwen2_vl": "minivlmrl.model.families.qwen2_vl",
-    "qwen3_vl": "minivlmrl.model.families.qwen3_vl",
+    "qwen3_vl": "minivlmrl.extras.families.qwen3_vl",
     "qwen3_5": "minivlmrl.extras.families.qwen3_5",
     "qwen3_vl_moe": "minivlmrl.extras.families.qwen3_moe",
     "qwen3_5_moe": "minivlmrl.extras.families.qwen3_moe",

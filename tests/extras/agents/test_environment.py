@@ -15,8 +15,8 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.extras.agents.environment import Settings, get_environment, tools_of, with_tools
 from minivlmrl.extras.agents.tool_calls import answer_call
+from minivlmrl.extras.check.preflight import try_rewards
 from minivlmrl.rewards.registry import get_reward
-from minivlmrl.run.preflight import try_rewards
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics

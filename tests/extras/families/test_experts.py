@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.experts import Experts, split_experts
 from minivlmrl.extras.memory.command import parameters_text
+from minivlmrl.extras.memory.estimate import MemoryEstimator
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
@@ -24,10 +24,10 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4Linear
 from minivlmrl.model.plain_weights import packed_layers
+from tests.extras.families.test_qwen3_vl import random_config, random_prompt
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
 from tests.helpers.tiny import pack
-from tests.model.families.test_qwen3_vl import random_config, random_prompt
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.commands import merge
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.extras import merge
+from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.model import config_json
@@ -22,11 +22,11 @@ from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
+from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny
 from tests.helpers.draws import STOP
 from tests.helpers.hub_configs import real_config
 from tests.helpers.tiny import pack
-from tests.model.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

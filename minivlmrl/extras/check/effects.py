@@ -120,16 +120,6 @@ def check_effects(run: RunConfig, has_reference: bool):
                 raise ValueError(f"{option} is {value!r} and has no effect: {reason}")
 
 
-def check_dtypes(run: RunConfig):
-    """Raise ValueError if a recipe trains in float16, whose gradients would need loss scaling."""
-    for option in ("dtype", "compute_dtype"):
-        if run.stage_names and getattr(run.model, option) == "float16":
-            raise ValueError(
-                f"model.{option} is 'float16', in which small gradients become 0, because there is no "
-                "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"
-            )
-
-
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
     """Return True if the value of an option, such as "grpo.beta", differs from its default."""
     path, _, name = option.rpartition(".")

@@ -10,8 +10,10 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Prompt
-from minivlmrl.diagnostics import memory
-from minivlmrl.diagnostics.memory import (
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
+from minivlmrl.distributed.weights import copy_model, recompute_blocks
+from minivlmrl.extras.memory import estimate as memory
+from minivlmrl.extras.memory.estimate import (
     AllocationTracker,
     BatchShape,
     MemoryEstimator,
@@ -20,8 +22,6 @@ from minivlmrl.diagnostics.memory import (
     estimate_phases,
     largest_batch,
 )
-from minivlmrl.distributed.micro_batching import split_into_micro_batches
-from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from pytest import approx
 
-from minivlmrl.commands import evaluate as command
+from minivlmrl.extras.answers import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
 from tests.helpers.links import ROOT
 

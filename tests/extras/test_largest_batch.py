@@ -12,14 +12,14 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize, measure_rows
-from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batches
-from minivlmrl.diagnostics.memory import MemoryQuestion
-from minivlmrl.diagnostics.memory_check import MemoryCheck
 from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory.estimate import MemoryQuestion
+from minivlmrl.extras.memory.largest_batch import largest_rows, try_largest_batches
+from minivlmrl.extras.memory.memory_check import MemoryCheck
+from minivlmrl.extras.memory.out_of_memory import OutOfMemory, OutOfMemoryReport
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run import loop
 from minivlmrl.run.loop import run_training
-from minivlmrl.run.out_of_memory import OutOfMemory
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.base import Trainer
 from tests.helpers.runs import metrics, write_lines
@@ -114,7 +114,12 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
     monkeypatch.setattr(Trainer, "training_loss", training_loss)
     monkeypatch.setattr(loop, "optimizer_step", None)  # a call of None would fail
     with pytest.raises(OutOfMemory) as caught:
-        train("run", [CheckedAsOnGPU()], "--stages=[grpo]", f"--data.train_file={tmp_path / 'rows.jsonl'}")
+        train(
+            "run",
+            [OutOfMemoryReport(), CheckedAsOnGPU()],
+            "--stages=[grpo]",
+            f"--data.train_file={tmp_path / 'rows.jsonl'}",
+        )
     assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")
     assert "rows.jsonl:6 with" in str(caught.value) and metrics(tmp_path / "run") == []
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.__main__ import main
-from minivlmrl.commands import merge
+from minivlmrl.extras import merge
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from tests.helpers import tiny

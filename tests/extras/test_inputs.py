@@ -16,7 +16,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
+from minivlmrl.extras.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline

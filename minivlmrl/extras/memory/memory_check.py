@@ -13,8 +13,8 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.largest_batch import try_largest_batches
-from minivlmrl.diagnostics.memory import (
+from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory.estimate import (
     GB,
     MemoryEstimator,
     MemoryQuestion,
@@ -23,17 +23,17 @@ from minivlmrl.diagnostics.memory import (
     peak_bytes,
     state_bytes,
 )
-from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory.largest_batch import try_largest_batches
+from minivlmrl.extras.memory.out_of_memory import cures
 from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import NUM_KEPT_STATES
-from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# names of a step's phases in the memory estimate, and the matching names in run/out_of_memory.py
+# names of a step's phases in the memory estimate, and the matching names in memory/out_of_memory.py
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 # items of a memory estimate, such as weights, that do not grow with the prompts or the batch
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"

@@ -3,34 +3,66 @@
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 
-from minivlmrl.config.options import RunConfig
-from minivlmrl.config.validation import is_set, unnamed_stages
+from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import long_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
+from minivlmrl.extras.check.effects import check_effects, is_set, unnamed_stages
+from minivlmrl.extras.check.functions import try_functions
 from minivlmrl.generation.environments import begin_environment
-from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.trainers.base import Trainer
-from minivlmrl.trainers.offline import PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # rows whose solutions are checked, in a few seconds
 NUM_IMAGES = 16  # rows whose boxes are compared with the image size
 TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
+
+
+class Preflight(Callback):
+    """Callback that checks a recipe, its rows and its rewards before the first step, and describes them."""
+
+    def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
+        # With `stages: []`, a training recipe only evaluates, and may keep its section `reference`.
+        references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
+        check_effects(config, has_reference=any(references) or not trainers)
+        for name in trainers:
+            if isinstance(section := getattr(config, name), GRPOOptions):
+                try_functions(section, len(config.rewards))
+
+    def on_setup(self, config: RunConfig, world: World):
+        if world.is_main:
+            describe_hardware(config, world)
+
+    def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
+        needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
+        try_rewards(config, needs, datasets)
+        world.run_on_rank_zero(partial(check_truths, config, needs, datasets))
+
+    def on_model(
+        self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
+        world: World, notes: list[str],
+    ):  # fmt: skip
+        trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
+        if world.is_main:
+            describe_model(config, model)
+            describe_thought(processor)
+            for note in [*collect_notes(config, trainers, datasets), *notes]:
+                print(note, flush=True)
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
@@ -98,53 +130,6 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
             with error_context(row.where):
                 if size is not None:
                     check_inside(row.columns.get("solution"), size)
-
-
-def check_positions(
-    config: RunConfig,
-    needs: dict[str, str],
-    datasets: dict[str, Dataset],
-    model: VisionLanguageModel,
-    processor: Processor,
-):
-    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
-    max_positions = model.config.max_position_embeddings
-    engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
-    for name, rows in datasets.items():
-        answers = answers_of(config, name)
-        is_answered = needs.get(name, "prompts") == "prompts" and not answers
-        num_new = config.sampling.max_new_tokens if is_answered else 0
-        most_tokens = max_positions
-        bound = f"the model's {max_positions} (max_position_embeddings)"
-        # An evaluation does not use vLLM, so held-out rows may exceed vLLM's token limit.
-        if needs.get(name) == "prompts" and engine_limit < max_positions:
-            most_tokens = engine_limit
-            bound = f"the limit of {engine_limit} tokens of sampling.engine"
-        limit = most_tokens - num_new
-        if limit < 1:
-            raise ValueError(
-                f"sampling.max_new_tokens is {num_new}, but it must be less than {most_tokens}, "
-                f"because prompt and completion together must not exceed {bound}"
-            )
-        advice = "lower sampling.max_new_tokens, " if num_new else ""
-        reason = (
-            f"{f'and {num_new} new ones ' if num_new else ''}are over {bound}; "
-            f"{advice}shorten the prompt{' or the answer' if answers else ''} or remove the row; "
-            f"data.max_prompt_tokens={limit} skips such rows in training"
-        )
-        skips = config.data.skip_unreadable and name != "eval"
-        for size in long_rows(rows, processor, limit, skips, answers):
-            raise ValueError(
-                f"{size.where}: the prompt{' and the answer' if answers else ''} of {size.longest} tokens {reason}"
-            )
-
-
-def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the names of the row fields that contain answers, such as ("chosen", "rejected")."""
-    trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    if name in trainers:
-        return trainers[name].answers
-    return PairTrainer.answers if {trainer.needs for trainer in trainers.values()} == {"pairs"} else ()
 
 
 def describe_hardware(config: RunConfig, world: World):

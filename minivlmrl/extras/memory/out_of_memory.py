@@ -1,14 +1,17 @@
 """Turn an out-of-memory error into one sentence: the phase, the longest row and an option to change."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
+from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import is_out_of_memory, shortened
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import evaluation_sampling
+from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
@@ -20,28 +23,27 @@ class OutOfMemory(ValueError):
     """Memory ran out during a run. The message names the phase."""
 
 
-@dataclass
-class Situation:
-    """Data for an out-of-memory message: the recipe, the progress and the current trainer of a run."""
+class OutOfMemoryReport(Callback):
+    """Callback that replaces an out-of-memory error by the exception OutOfMemory."""
 
-    config: RunConfig
-    gpus: int  # number of ranks
     state: TrainerState | None = None  # None before the model is loaded
-    trainer: Trainer | None = None  # the current stage's trainer, None between two stages
+    trainer: Trainer | None = None  # the current stage's trainer
+
+    def on_setup(self, config: RunConfig, world: World):
+        self.config, self.gpus = config, world.size
+
+    def on_run_begin(self, config: RunConfig, log: MetricsLog):
+        self.state = log.progress
+
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        self.trainer = trainer
+
+    def on_error(self, error: Exception):
+        if is_out_of_memory(error):
+            raise OutOfMemory(describe(self, error)) from error
 
 
-@contextmanager
-def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
-    """Context manager that replaces an out-of-memory error by the exception OutOfMemory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(describe(situation, error)) from error
-
-
-def describe(situation: Situation, error: BaseException) -> str:
+def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
     phase = getattr(error, "phase", "step")
     state, trainer = situation.state, situation.trainer
     stage, where = None, ""

@@ -19,12 +19,12 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
 from minivlmrl.data.video import Video, frame_size
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.extras.families import qwen3_vl
 from minivlmrl.extras.video_files import sample_indices
 from minivlmrl.model import config_json
 from minivlmrl.model.build import default_template, random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny

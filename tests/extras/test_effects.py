@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.config import validation
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.validation import check_effects
+from minivlmrl.extras.check import effects as validation
 from minivlmrl.extras.check.command import main as check_main
+from minivlmrl.extras.check.effects import check_effects
 from minivlmrl.trainers.registry import find_trainer, find_trainers
 
 TWICE = {"grpo.num_iterations": 2}

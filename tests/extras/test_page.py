@@ -8,10 +8,10 @@ import subprocess
 import pytest
 from pytest import approx
 
-from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics import report as report_file
-from minivlmrl.diagnostics.report import TEMPLATE, collect_run
+from minivlmrl.extras import report
+from minivlmrl.extras import report as report_file
+from minivlmrl.extras.report import TEMPLATE, collect_run
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
 from tests.helpers.runs import LETTERS, metrics, write_lines

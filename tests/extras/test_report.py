@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.diagnostics import report
+from minivlmrl.extras import report
 from tests.helpers.runs import write_lines
 
 STEP = {"stage": "grpo", "step": 0}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
-from minivlmrl.diagnostics.warnings import BASELINE_ROLLOUTS, WINDOW, WarningRules
+from minivlmrl.extras.warnings import BASELINE_ROLLOUTS, WINDOW, WarningRules
 from minivlmrl.losses.advantages import combine
 from minivlmrl.run.metrics import check_mismatch
 

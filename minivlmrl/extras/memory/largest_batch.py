@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.diagnostics.memory import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.errors import phase
+from minivlmrl.extras.memory.estimate import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run.evaluate import evaluation_sampling

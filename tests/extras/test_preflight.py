@@ -18,9 +18,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.run import preflight, setup
-from minivlmrl.run.datasets import NEEDS
-from minivlmrl.run.preflight import (
+from minivlmrl.extras.check import preflight
+from minivlmrl.extras.check.preflight import (
     check_positions,
     check_truths,
     collect_notes,
@@ -28,6 +27,8 @@ from minivlmrl.run.preflight import (
     describe_model,
     try_rewards,
 )
+from minivlmrl.run import setup
+from minivlmrl.run.datasets import NEEDS
 from minivlmrl.run.setup import fit_rows, limit_epochs
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes

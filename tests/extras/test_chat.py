@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minivlmrl.__main__ import main as start
-from minivlmrl.commands import chat as command
 from minivlmrl.config.options import DataOptions, SamplingOptions
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import load_image
@@ -19,6 +18,7 @@ from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.agents import tool_sampler
+from minivlmrl.extras.answers import chat as command
 from minivlmrl.generation import sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model
