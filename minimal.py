@@ -4,11 +4,13 @@
     python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
     python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. SFT imitates
-given answers. GRPO samples several answers to a question, and makes those with more reward more
-likely. DPO makes a chosen answer more likely than a rejected one. Read minimal.py from top to
-bottom: a line such as "# ---- A -> B" says that the next part takes A and returns B. The package
-has what minimal.py lacks:
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. minimal.py
+adds a sentence to this question, which asks for an answer in the form <think>...</think>
+<answer>...</answer>: only this form earns a reward. SFT imitates given answers. GRPO samples
+several answers to a question, and makes those with more reward more likely. DPO makes a chosen
+answer more likely than a rejected one. Read minimal.py from top to bottom: a line such as
+"# ---- A -> B" says that the next part takes A and returns B. The package has what minimal.py
+lacks:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
 - log-probabilities without storing all logits: kernels/linear_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
@@ -499,6 +501,9 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 # above the mean of its group, in standard deviations. Equal rewards teach nothing: A is 0.
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
+# The question must ask for this form: a model that never writes it earns 0, and learns nothing.
+ASK = " First think about it between <think> and </think>, "
+ASK += "then give the answer alone between <answer> and </answer>."
 
 
 def reward(text, solution) -> float:
@@ -574,7 +579,7 @@ def grpo(model, reference, rows, options):
                 ref_logps = log_probabilities(reference, prompt, completions)
         old_logps = logps.detach()  # the samples are used for one update
         loss = grpo_loss(logps, old_logps, advantages, mask, 0.2, options.beta, ref_logps)
-        yield loss / len(rows), rewards.mean()
+        yield loss / len(rows), rewards
 
 
 def dpo(model, reference, rows, options):
@@ -599,6 +604,12 @@ def sft(model, reference, rows, options):
         yield loss, loss.detach() * len(rows)  # the mean of these metrics is the loss of the step
 
 
+NO_REWARD = """All completions of the first step earned 0. A completion earns a reward if it has the
+form <think>...</think><answer>...</answer>. If the next steps earn 0, teach the form first: stop
+with Ctrl-C, and run --sft on rows with "completion", for example
+"<think>I see a cat on the left and one on the right.</think><answer>2</answer>"."""
+
+
 def train(model, rows, stage, options):
     """Run optimizer steps; each step computes the gradients of its rows one after the other."""
     reference = copy.deepcopy(model) if options.beta or stage is dpo else None
@@ -611,7 +622,7 @@ def train(model, rows, stage, options):
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
             loss.backward()
-            metrics.append(metric.item())
+            metrics.append(metric)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
         decay = (options.steps - step) / max(1, options.steps - options.warmup)
@@ -619,9 +630,20 @@ def train(model, rows, stage, options):
         optimizer.param_groups[0]["lr"] = options.learning_rate * factor
         optimizer.step()
         optimizer.zero_grad()
-        done = step + 1
-        text = f"{stage.__name__} step {done} of {options.steps}: {np.mean(metrics):.3f}"
-        print(text, end="\n" if done % 10 == 0 or done == options.steps else "\r", flush=True)
+        report(stage, step + 1, options.steps, metrics)
+
+
+def report(stage, step, steps, metrics):
+    """Print the mean of a step's metrics, and say so if the rewards of GRPO teach nothing."""
+    mean = torch.stack([metric.mean() for metric in metrics]).mean()
+    text = f"{stage.__name__} step {step} of {steps}: {mean:.3f}"
+    end = "\n" if step % 10 == 0 or step == steps else "\r"
+    if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
+        text += ", all completions of a prompt earned the same, so nothing was learned"
+        end = "\n"
+    print(text, end=end, flush=True)
+    if stage is grpo and step == 1 and not torch.cat(metrics).any():
+        print(NO_REWARD)
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
@@ -730,18 +752,25 @@ def train_tiny(options) -> QwenVL:
 # ---- Command line
 
 
-def read_rows(file, fields) -> list[dict]:
+def read_rows(file, answers) -> list[dict]:
     """Read rows from JSON Lines, in which image paths are relative to the file."""
     rows = []
     for number, line in enumerate(Path(file).read_text("utf-8").split("\n"), 1):
         if not line:
             continue
         row = {key: value for key, value in json.loads(line).items() if value is not None}
+        fields = ["problem", *answers]
         for field in fields if "images" in row else ["image", *fields]:
             if field not in row:
                 raise ValueError(f"{file}, line {number}: the row has {[*row]}, but no {field!r}")
         names = row["images"] if "images" in row else [row["image"]]
-        rows.append(row | {"images": [Path(file).parent / name for name in names]})
+        row["images"] = [Path(file).parent / name for name in names]
+        # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it
+        # asks if the answer has the form, so that GRPO after SFT has the same question.
+        wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
+        if wants_form and "<answer>" not in row["problem"]:
+            row["problem"] += ASK
+        rows.append(row)
     if not rows:
         raise ValueError(f"{file} has no rows")
     return rows
@@ -750,7 +779,7 @@ def read_rows(file, fields) -> list[dict]:
 def train_folder(options) -> QwenVL:
     """Train the model in a Hugging Face folder on a file of rows, on a GPU if there is one."""
     needed = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
-    rows = read_rows(options.rows, ["problem", *needed[options.stage]])
+    rows = read_rows(options.rows, needed[options.stage])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(options.folder, device, max_pixels=options.max_pixels)
     # Activation checkpointing keeps only the input of each layer for the backward pass.

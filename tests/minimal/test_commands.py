@@ -5,11 +5,13 @@ import random
 from argparse import Namespace
 from contextlib import nullcontext
 
+import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import minimal
+from tests.helpers.links import ROOT
 from tests.helpers.pretend_cuda import PretendCuda
 from tests.helpers.runs import write_lines
 from tests.minimal.pairs import main
@@ -66,6 +68,61 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
 
 
+@pytest.fixture
+def cats(tmp_path):
+    """Return a file with two rows as in the docstring of minimal.py."""
+    row = {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}
+    assert json.dumps(row) in minimal.__doc__
+    PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "cat.jpg")
+    write_lines(tmp_path / "cats.jsonl", [row] * 2)
+    return tmp_path / "cats.jsonl"
+
+
+def test_the_row_of_the_docstring_trains_a_model_that_does_what_the_question_asks(tiny, cats, tmp_path, monkeypatch):
+    """The reward wants <think> and <answer>, so the question must ask for them, or every completion earns 0."""
+
+    def obedient(model, prompt, *_):
+        asked = "<answer>" in model.tokenizer.decode(prompt.ids.tolist(), skip_special_tokens=False)
+        number = "<think>two</think><answer>{}</answer>" if asked else "{}"
+        return minimal.tokenize_answers(model, [number.format(2), number.format(3), "2"])
+
+    monkeypatch.setattr(minimal, "sample", obedient)
+    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    trained, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny))
+    assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_a_run_without_any_reward_says_so_after_the_first_step(tiny, cats, tmp_path, capsys):
+    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    first, advice = capsys.readouterr().out.split("\nAll completions of the first step earned 0. ")
+    assert first == "grpo step 1 of 2: 0.000, all completions of a prompt earned the same, so nothing was learned"
+    assert "<think>...</think><answer>...</answer>" in advice and "--sft" in advice.split("grpo step 2 of 2")[0]
+
+
+@pytest.mark.parametrize(("lengths", "says"), [([1, 1, 1], True), ([1, 2, 1], False)])
+def test_a_step_in_which_all_earn_the_same_says_so(tiny, cats, tmp_path, lengths, says, monkeypatch, capsys):
+    answers = ["a" * length for length in lengths]
+    monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, answers))
+    monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
+    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert printed.count("earned the same, so nothing was learned\n") == (2 if says else 0)
+    assert "earned 0" not in printed
+
+
+def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
+    """SFT on answers in the form has GRPO's question; other answers, and questions that ask themselves, stay alone."""
+    form = "<think>a</think><answer>2</answer>"
+    row = {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "2", "chosen": form}
+    write_lines(cats, [row, row | {"problem": "Count. Write <answer>2</answer>.", "completion": form}])
+    asked = ["How many?" + minimal.ASK, "Count. Write <answer>2</answer>."]
+    plain = ["How many?", "Count. Write <answer>2</answer>."]
+    for field, expected in (("solution", asked), ("completion", plain), ("chosen", asked)):
+        assert [row["problem"] for row in minimal.read_rows(cats, [field])] == expected
+    recipe = (ROOT / "recipes" / "own_data.yaml").read_text()
+    assert f"{{problem}}{minimal.ASK}" in " ".join(recipe.split())
+
+
 @pytest.mark.parametrize(("stage", "field"), [
     ("grpo", "solution"), ("sft", "completion"), ("dpo", "chosen"), ("dpo", "rejected"), ("grpo", "problem"),
     ("sft", "image"),
@@ -80,10 +137,10 @@ def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
 
 def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
     """The text of a row may contain characters at which str.splitlines splits."""
-    row = {"image": "a.png", "problem": "one\u2028two\x85three", "images": ["a/b.png", "/c.png"]}
+    row = {"image": "a.png", "problem": "one\u2028two\x85three", "completion": "1", "images": ["a/b.png", "/c.png"]}
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
-    first, second = minimal.read_rows(tmp_path / "rows.jsonl", ["problem"])
+    first, second = minimal.read_rows(tmp_path / "rows.jsonl", ["completion"])
     assert first == second == row | {"images": [tmp_path / "a/b.png", tmp_path / "/c.png"]}
 
 
