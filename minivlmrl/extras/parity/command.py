@@ -15,10 +15,12 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import mistake
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.field import PROJECTS, judge_project, section
+from minivlmrl.extras.parity.frameworks import FRAMEWORKS
 from minivlmrl.extras.parity.loss import judge
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments of the command, and refuse combinations in which one of them would have no effect."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
@@ -26,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
     )
+    p.add_argument("--framework", choices=FRAMEWORKS, help="framework of a loss function (default: torch)")
+    p.add_argument("--tolerance", type=float, help="largest error of a loss (default: 1e-6; float32 needs 1e-5)")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
     p.add_argument("--seconds", type=float, help=f"time limit (default: 10 for a loss, {SECONDS:g} for a step)")
     p.add_argument("--project", choices=PROJECTS, help="check the losses of a public project instead of yours")
@@ -37,7 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
         p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")
     if options.json and (options.project or ":" in options.target):
         p.error("--json prints the report about a recorded step, not about a loss")
-    limit = {} if options.seconds is None else {"seconds": options.seconds}
+    for name in given(options, "framework", "tolerance"):
+        if options.project or ":" not in options.target:
+            p.error(f"--{name} is an option for a loss function, FILE.py:FUNCTION")
+    return options
+
+
+def given(options: argparse.Namespace, *names: str) -> dict:
+    """Return the named options that the command line has."""
+    return {name: value for name, value in vars(options).items() if name in names and value is not None}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    limit = given(options, "seconds")
     if options.project:
         verdicts = judge_project(options.project, options.path, **limit)
         print(section(options.project, verdicts))
@@ -45,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if ":" in options.target:
         only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
         try:
-            verdict = judge(load_name(options.target), **limit, **only)
+            verdict = judge(load_name(options.target), **given(options, "framework", "tolerance"), **limit, **only)
         except Exception as error:
             if mistake(error) is None:  # the loss has failed
                 traceback.print_exc()

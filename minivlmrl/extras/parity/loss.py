@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minivlmrl.extras.parity.formulas import distance
+from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.losses.grpo import LossNormalizer
@@ -30,7 +31,9 @@ OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
-def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, **only) -> int:
+def check(
+    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, framework: str = "torch", **only
+) -> int:
     """Compare a loss with values and gradients recorded from TRL, and return the number of test cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
@@ -55,9 +58,10 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, whose arguments
             include normalizer; its gradient with respect to per_token_logps is compared, too.
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
-            larger.
+            larger; a loss that computes in float32 needs 1e-5.
         kind: loss kind: grpo, dpo or sft.
         seconds: time after which the search for a name ends.
+        framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays of its framework.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
@@ -65,7 +69,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         AssertionError: some cases differ from TRL. The message lists these cases, and the mistakes and designs that
             explain the differences, see `judge`.
     """
-    verdict = judge(my_loss, tolerance, kind, seconds, **only)
+    verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
     if verdict.differences:
         raise AssertionError(str(verdict))
     return verdict.cases
@@ -93,8 +97,11 @@ class Verdict:
         return "\n".join([head, *self.differences[:SHOWN], *more, *self.names])
 
 
-def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, **only) -> Verdict:
+def judge(
+    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, framework: str = "torch", **only
+) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name the mistakes that explain the differences."""
+    my_loss = as_torch(my_loss, framework)
     results = []  # (case, options, comparison)
     steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):

@@ -1,0 +1,77 @@
+"""Make a JAX or MLX loss callable with tensors of PyTorch, so that `parity` can check the loss."""
+
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from minivlmrl.errors import optional_dependency
+
+INSTALL = "--framework={0} needs the package {0}"
+
+
+def as_torch(my_loss: Callable, framework: str) -> Callable:
+    """Return a function (batch, options) -> scalar tensor that calls a loss of another framework.
+
+    Args:
+        my_loss: loss of the framework: (batch, options) -> scalar, where batch is a dict of float64 arrays.
+        framework: "torch", which returns my_loss unchanged, "jax" or "mlx".
+
+    Raises:
+        ValueError: the framework is unknown or not installed.
+    """
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework is {framework!r}, but it must be one of {', '.join(FRAMEWORKS)}")
+    return FRAMEWORKS[framework](my_loss)
+
+
+class LossWithGradient(torch.autograd.Function):
+    """Loss as a function of log-probabilities, whose value and gradient another framework has computed."""
+
+    @staticmethod
+    def forward(ctx, logps, value, gradient):
+        ctx.save_for_backward(torch.tensor(numpy.asarray(gradient), dtype=logps.dtype))
+        return torch.tensor(numpy.asarray(value), dtype=logps.dtype)
+
+    @staticmethod
+    def backward(ctx, loss_gradient):
+        [gradient] = ctx.saved_tensors
+        return loss_gradient * gradient, None, None
+
+
+def from_jax(my_loss: Callable) -> Callable:
+    with optional_dependency("jax", INSTALL.format("jax")):
+        import jax
+
+    def loss(batch, options):
+        logps = batch["per_token_logps"]
+        # JAX computes in float32 by default, which is less accurate than the recorded numbers.
+        with jax.enable_x64(True):
+            arrays = {name: jax.numpy.asarray(x.detach().numpy()) for name, x in batch.items()}
+            function = jax.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
+            value, gradient = function(arrays["per_token_logps"])
+        return LossWithGradient.apply(logps, value, gradient)
+
+    return loss
+
+
+def from_mlx(my_loss: Callable) -> Callable:
+    with optional_dependency("mlx", INSTALL.format("mlx")):
+        import mlx.core as mx
+
+    def loss(batch, options):
+        logps = batch["per_token_logps"]
+        # MLX has float64 only on the CPU.
+        with mx.stream(mx.cpu):
+            arrays = {name: mx.array(x.detach().numpy(), dtype=mx.float64) for name, x in batch.items()}
+            function = mx.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
+            value, gradient = function(arrays["per_token_logps"])
+            if isinstance(value, tuple):
+                raise ValueError(f"my_loss returned {len(value)} values, but it must return only the loss")
+            mx.eval(value, gradient)
+        return LossWithGradient.apply(logps, value, gradient)
+
+    return loss
+
+
+FRAMEWORKS = {"torch": lambda my_loss: my_loss, "jax": from_jax, "mlx": from_mlx}

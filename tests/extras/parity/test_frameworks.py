@@ -1,0 +1,109 @@
+"""Test that losses in JAX and MLX are compared with TRL's, and that their mistakes are named."""
+
+import math
+import re
+import sys
+
+import pytest
+import torch
+
+from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.frameworks import as_torch
+from minivlmrl.extras.parity.loss import check, judge
+from tests.helpers.links import ROOT
+
+PAGE = (ROOT / "docs" / "numerical_parity.md").read_text().partition("\n## A loss in JAX or MLX\n")[2]
+ONE_SHAPE = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.1, "use_bias_correction_kl": False}
+ONE_SHAPE |= {"whole_step": True, "tokens": 27}  # JAX compiles each operation for each shape
+
+
+def numpy_of(framework):
+    """Return the framework's functions named as in NumPy."""
+    return pytest.importorskip({"jax": "jax.numpy", "mlx": "mlx.core"}[framework])
+
+
+def grpo(framework, kl_sign=1):
+    np = numpy_of(framework)
+
+    def loss(batch, options):
+        ratio = np.exp(batch["per_token_logps"] - batch["old_per_token_logps"])
+        clipped = np.clip(ratio, 1 - options["epsilon_low"], 1 + options["epsilon_high"])
+        A = batch["advantages"][:, None]
+        d = kl_sign * (batch["ref_per_token_logps"] - batch["per_token_logps"])
+        kl = np.expm1(d) - d
+        per_token = options["beta"] * kl - np.minimum(ratio * A, clipped * A)
+        mask = batch["mask"]
+        return ((per_token * mask).sum(1) / np.maximum(mask.sum(1), 1)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
+    tolerance = {"jax": 1e-12, "mlx": 1e-8}[framework]  # MLX converts Python's numbers, such as beta, to float32
+    assert check(grpo(framework), tolerance, framework=framework, **ONE_SHAPE) > 1
+    verdict = judge(grpo(framework, kl_sign=-1), seconds=math.inf, framework=framework, **ONE_SHAPE)
+    assert verdict.names[0] == "mistake: policy and reference are swapped in the KL"
+
+
+def test_jax_keeps_its_default_dtype():
+    jax = pytest.importorskip("jax")
+    check(grpo("jax"), framework="jax", **ONE_SHAPE)
+    assert jax.numpy.ones(1).dtype == "float32"
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_the_gradient_is_scaled_by_that_of_later_operations(framework):
+    numpy_of(framework)
+    logps = torch.tensor([[1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    loss = as_torch(lambda batch, options: (batch["per_token_logps"] ** 2).sum() * options["c"], framework)
+    (3 * loss({"per_token_logps": logps}, {"c": 5.0})).backward()
+    assert logps.grad.tolist() == [[30.0, 60.0]]
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_a_loss_that_returns_no_scalar_is_refused(framework):
+    numpy_of(framework)
+    for loss in (lambda batch, options: batch["mask"], lambda batch, options: (batch["mask"].sum(), {})):
+        with pytest.raises((TypeError, ValueError), match=r"scalar|shape|must return only the loss") as caught:
+            judge(loss, framework=framework)
+        assert "my_loss got a batch of kind=grpo" in caught.value.__notes__[-1]
+
+
+def test_a_framework_is_unknown_or_missing(monkeypatch):
+    with pytest.raises(ValueError, match=r"^framework is 'keras', but it must be one of torch, jax, mlx$"):
+        check(print, framework="keras")
+    for name in ("jax", "mlx"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, f"{name}.core", None)
+        with pytest.raises(ValueError, match=rf"^--framework={name} needs the package {name}; run pip install -e '"):
+            check(print, framework=name)
+
+
+@pytest.mark.parametrize("target", ["a_folder", "--project=verl --path=x"])
+@pytest.mark.parametrize("option", ["--framework=jax", "--tolerance=1e-5"])
+def test_options_of_a_loss_are_refused_elsewhere(target, option, capsys):
+    with pytest.raises(SystemExit):
+        main([*target.split(), option])
+    assert f"{option.partition('=')[0]} is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
+
+
+def test_the_tolerance_of_the_command(tmp_path, capsys):
+    loss = "def loss(batch, options):\n    return batch['per_token_logps'].sum()\n"
+    (tmp_path / "my_loss.py").write_text(loss)
+    words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft", "--seconds=0"]
+    assert [main(words), main([*words, "--tolerance=inf"])] == [1, 0]
+    assert "cases agree with TRL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("framework", [pytest.param("jax", marks=pytest.mark.slow), "mlx"])
+def test_the_page_shows_what_the_command_prints(framework, tmp_path, monkeypatch, capsys):
+    numpy_of(framework)
+    found = re.findall(r"```(?:python|bash|text)\n([^`]*)```", PAGE)
+    code, command, printed = found[:3] if framework == "jax" else found[3:6]
+    (tmp_path / f"{framework}_loss.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = command.removeprefix("python -m minivlmrl parity ").split()
+    assert f"--framework={framework}" in words
+    assert main([*words, "--seconds=inf"]) == 1
+    assert capsys.readouterr().out == printed
