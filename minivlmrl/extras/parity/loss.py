@@ -5,20 +5,18 @@ minivlmrl with the installed TRL.
 """
 
 import inspect
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.extras.parity.step import Dump
+from minivlmrl.extras.parity.vectors import read_cases, read_options
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.trainers.functions import checked_loss
 
@@ -26,9 +24,6 @@ SHOWN = 4  # differing cases that are printed
 CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
-# The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16. Two cases
-# of SFT, whose masks begin later than the first token, were recorded with the same functions on 2026-11-29.
-FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def check(
@@ -249,36 +244,22 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
     """
-    with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
-        tensor_names = list(file.keys())
-        recorded = json.loads(file.metadata()["cases"])  # {case: options}
-        known = set().union(*recorded.values())
-        for name in sorted(only.keys() - known):
-            hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
-            raise ValueError(
-                f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}"
-            )
-        chosen = {case: options for case, options in recorded.items() if has(options, only)}
-        if not chosen:
-            kind = [options for options in recorded.values() if options["kind"] == only["kind"]]
-            recorded_values = {}
-            for key in only:
-                values = [str(options.get(key)) for options in kind or recorded.values()]
-                recorded_values[key] = list(dict.fromkeys(values))
-            raise ValueError(
-                f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}"
-            )
-        for case, options in chosen.items():
-            batch = {}
-            for name in tensor_names:
-                if name.startswith(f"{case}/"):
-                    batch[name.partition("/")[2]] = file.get_tensor(name)
-            yield case, options, batch, batch.pop("loss"), batch.pop("gradient")
-
-
-def has(options: dict, only: dict) -> bool:
-    # Most losses have no dual clip, so test cases with a dual clip are used only if `only` contains `delta`.
-    if "delta" in options and "delta" not in only:
-        return False
-    # loss_type="sigmoid" also selects the cases that were recorded with loss_type=["sigmoid"].
-    return all(key in options and options[key] in (x, [x]) for key, x in only.items())
+    recorded = [*read_options().values()]
+    known = set().union(*recorded)
+    for name in sorted(only.keys() - known):
+        hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
+        raise ValueError(f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}")
+    chosen = read_cases(**only)
+    if not chosen:
+        kind = [options for options in recorded if options["kind"] == only["kind"]]
+        recorded_values = {}
+        for key in only:
+            values = [str(options.get(key)) for options in kind or recorded]
+            recorded_values[key] = list(dict.fromkeys(values))
+        raise ValueError(
+            f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}"
+        )
+    for case in chosen:
+        batch = {name: torch.from_numpy(x) for name, x in case.batch.items()}
+        loss = torch.tensor(case.loss, dtype=torch.float64)
+        yield case.name, case.options, batch, loss, torch.from_numpy(case.gradient)

@@ -1,0 +1,65 @@
+"""Read losses and gradients that were recorded from TRL. Copy this folder into a project in any framework.
+
+The folder needs NumPy and safetensors. docs/vectors.md in minivlmrl describes the tensors and options of a case.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from safetensors.numpy import load_file
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass
+class Case:
+    """A loss that was recorded from TRL.
+
+    The shape of the gradient, and of most tensors in the batch, is (B, T) for B completions of up to T tokens, or
+    (B, 2, T) for B pairs of a chosen and a rejected answer. All numbers are float64.
+    """
+
+    name: str
+    options: dict
+    batch: dict[str, numpy.ndarray]
+    loss: float
+    gradient: numpy.ndarray  # of the loss with respect to per_token_logps
+
+
+def read_options() -> dict[str, dict]:
+    """Return the options of all recorded cases, by the case's name."""
+    return json.loads((FOLDER / "losses.json").read_text())["cases"]
+
+
+def read_cases(**only) -> list[Case]:
+    """Return the recorded cases that have the given options, such as loss_type="dapo" and beta=0.0.
+
+    Cases of TRL's dual clip, whose options contain `delta`, are returned only if `only` contains `delta`.
+    """
+    recorded = read_options()
+    arrays = {name: {} for name in recorded}
+    for path, array in load_file(FOLDER / "losses.safetensors").items():
+        name, _, key = path.partition("/")
+        arrays[name][key] = array
+    cases = []
+    for name, options in recorded.items():
+        if has(options, only):
+            batch = arrays[name]
+            cases.append(Case(name, options, batch, batch.pop("loss").item(), batch.pop("gradient")))
+    return cases
+
+
+def has(options: dict, only: dict) -> bool:
+    """Return whether a case's options contain those in `only`."""
+    if "delta" in options and "delta" not in only:
+        return False
+    # loss_type="sigmoid" also selects the cases that were recorded with loss_type=["sigmoid"].
+    return all(name in options and options[name] in (x, [x]) for name, x in only.items())
+
+
+def error(ours, expected) -> float:
+    """Return the largest difference, relative to max(1, largest absolute number in `expected`)."""
+    difference = numpy.abs(numpy.asarray(ours) - expected).max()
+    return float(difference / max(1.0, numpy.abs(expected).max()))
