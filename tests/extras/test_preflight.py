@@ -19,17 +19,10 @@ from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.check import preflight
-from minivlmrl.extras.check.preflight import (
-    check_positions,
-    check_truths,
-    collect_notes,
-    describe_hardware,
-    describe_model,
-    try_rewards,
-)
+from minivlmrl.extras.check.preflight import check_truths, collect_notes, describe_hardware, describe_model, try_rewards
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import NEEDS
-from minivlmrl.run.setup import fit_rows, limit_epochs
+from minivlmrl.run.setup import check_positions, fit_rows, limit_epochs
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
