@@ -7,15 +7,17 @@ write yourself declares its options in its own file.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from minivlmrl.config.types import (
+    LAYERS,
     BoxSpace,
     Code,
     Count,
     Dtype,
     FilePath,
     Finite,
+    Frozen,
     MinPixels,
     Part,
     RecipePath,
@@ -40,10 +42,19 @@ class ModelOptions:
     compute_dtype: Dtype | None = None
     # dtype of the saved weights. None keeps the dtype of the files in `path`; random weights are saved in `dtype`
     save_dtype: Dtype | None = None
-    # parts of the model that are not trained; `vision` is the vision tower, but not the merger that projects its output
-    freeze: list[Part] = field(default_factory=list)
+    # what is not trained: vision (the vision tower), merger (which projects the tower's output), language, embeddings,
+    # or ranges of layers, such as layers.0-11 and visual.blocks.0-7. A reference model shares all frozen weights
+    freeze: list[Frozen] = field(default_factory=list)
     # store only the input of each transformer block, and compute the block's activations again in the backward pass
     activation_checkpointing: bool = False
+
+    def __post_init__(self):
+        for text in self.freeze:
+            if text not in get_args(Part) and not LAYERS.fullmatch(text):
+                raise ValueError(
+                    f"freeze contains {text!r}, but it must contain {', '.join(get_args(Part))}, or ranges of layers "
+                    "such as layers.0-11 and visual.blocks.0-7"
+                )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 The module config/parsing.py checks each value of a recipe against the type of its option.
 """
 
+import re
 from typing import Annotated, Any, Literal, NewType
 
 Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
@@ -15,6 +16,8 @@ RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/reg
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # parts of a model; the merger projects the vision tower's output to the size of text embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
+Frozen = NewType("Frozen", str)  # a Part, or a range of layers that LAYERS matches
+LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)-(\d+)")  # such as "layers.0-11" and "visual.blocks.0-7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of the coordinates of boxes
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from minivlmrl.config.types import Part
+from minivlmrl.config.types import LAYERS, Frozen
+from minivlmrl.errors import check_field
 from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter, part_of
 
 
-def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Set requires_grad of each parameter, so that the model parts in `freeze` are not trained."""
+def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
+    """Set requires_grad of each parameter, so that the parts and the layers in `freeze` are not trained."""
+    names = [name for name, _ in model.named_parameters()]
+    frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name, freeze, adapted))
+        parameter.requires_grad_(is_trained(name, freeze, frozen_layers, adapted))
     if not trained_parameters(model):
         raise ValueError(
             f"model.freeze is [{', '.join(freeze)}], so no parameter would be trained. Freeze "
@@ -26,15 +29,42 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
+def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the beginnings of the names of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
+
+    Args:
+        names: names of all parameters of the model.
+
+    Raises:
+        ValueError: a range has layers that the model lacks.
+    """
+    prefixes = []
+    for text in freeze:
+        match = LAYERS.fullmatch(text)
+        if match is None:  # a part of the model
+            continue
+        kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
+        count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
+        first, last = int(match[2]), int(match[3])
+        expected = f"a range within 0-{count - 1}, because the model has {count} such layers"
+        check_field(first <= last < count, "model.freeze", text, expected)
+        prefixes += [f"{kind}{number}." for number in range(first, last + 1)]
+    return tuple(prefixes)
+
+
+def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
     """Return True if the parameter `name` is trained.
 
-    Frozen model parts are not trained. In a model with adapters, only the adapters are trained. A value model also
+    Frozen parts and layers are not trained. In a model with adapters, only the adapters are trained. A value model also
     trains its value head, but not the language-model head.
+
+    Args:
+        frozen_layers: the beginnings of the names of frozen layers, see layer_prefixes.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
-    frozen = part_of(name.removeprefix("backbone.")) in freeze
+    name = name.removeprefix("backbone.")
+    frozen = part_of(name) in freeze or name.startswith(frozen_layers)
     return not frozen and (is_adapter(name) or not adapted)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.types import Part
+from minivlmrl.config.types import Frozen
 from minivlmrl.data.processor import Processor
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
@@ -21,7 +21,7 @@ HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
 class ValueModel(nn.Module):
     """A model (the backbone) with a linear head that computes one value from each hidden state."""
 
-    def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Part] = (), weight: Tensor | None = None):
+    def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Frozen] = (), weight: Tensor | None = None):
         super().__init__()
         self.backbone = backbone
         self.score = value_head(backbone, weight)

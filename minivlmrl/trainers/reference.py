@@ -1,5 +1,6 @@
 """The reference model of DPO and of the KL penalty, by default a copy of the policy at the stage's start."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -30,7 +31,8 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    A reference for a policy with adapters copies only the trained parameters.
+    A frozen parameter never changes, so a copy shares it with the policy (unless FSDP shards the model). TRL's
+    create_reference_model shares the layers that its argument num_shared_layers freezes in the same way.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
@@ -41,8 +43,11 @@ class Reference:
         elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
-        else:
+        elif policy.sharding is not None:
             model = copy_model(policy, in_compute_dtype=True)
+        else:
+            frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
+            model = copy.deepcopy(policy, frozen)
         self.model = model.requires_grad_(False)
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import LoRAOptions
+from minivlmrl.config.options import LoRAOptions, ModelOptions
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
@@ -29,6 +29,18 @@ def test_frozen_parts(tied, freeze):
     trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"vision", "merger", "language", "embeddings"} - set(freeze)
     assert {part_of(name) for name, p in model.named_parameters() if not p.requires_grad} == set(freeze)
+
+
+def test_ranges_of_layers_are_frozen():
+    model = tiny.model()
+    select_trained(model, ["layers.0-0", "visual.blocks.1-1", "embeddings"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    prefixes = ("model.layers.0.", "visual.blocks.1.", "model.embed_tokens.", "lm_head.")
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
+    with pytest.raises(ValueError, match=r"model.freeze is 'layers.1-9', but it must be a range within 0-2"):
+        select_trained(model, ["layers.1-9"])
+    with pytest.raises(ValueError, match=r"freeze contains 'layer.0-1', but it must contain vision, merger"):
+        ModelOptions(freeze=["layer.0-1"])
 
 
 def test_adapters_of_frozen_parts_are_frozen_too():

@@ -1,5 +1,6 @@
 """Test the reference model: a copy of the policy, a model from a folder, or none."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -29,6 +30,34 @@ def test_the_reference_does_not_change_and_shares_nothing(stage, name):
         assert theirs[parameter].data_ptr() != value.data_ptr() and not theirs[parameter].requires_grad
         assert torch.equal(theirs[parameter], before[parameter]), parameter
     assert not torch.equal(run.model.lm_head.weight, before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_reference_shares_exactly_the_frozen_parameters(stage, name):
+    """The training gives the same weights as with a reference that is a full copy."""
+    frozen = "--model.freeze=[vision, embeddings, layers.0-0]"
+    run = stage(name, frozen, f"--{name}.{WEIGHTS[name]}=0.1")
+    theirs = dict(run.trainer.reference.model.named_parameters())
+    shared = {key for key, value in run.model.named_parameters() if theirs[key].data_ptr() == value.data_ptr()}
+    assert shared == {key for key, value in run.model.named_parameters() if not value.requires_grad}
+    run.go(3)
+    copied = stage(name, frozen, f"--{name}.{WEIGHTS[name]}=0.1")
+    copied.trainer.reference.model = copy.deepcopy(copied.model).requires_grad_(False)
+    copied.go(3)
+    for key, value in copied.model.named_parameters():
+        assert torch.equal(value, dict(run.model.named_parameters())[key]), key
+
+
+def test_the_reference_shares_the_layers_that_trl_shares(stage):
+    """TRL also freezes and shares the embedding; our part `embeddings` would freeze the LM head with it."""
+    from trl.experimental.utils import create_reference_model
+
+    run = stage("dpo", "--model.freeze=[vision, merger, layers.0-0]")
+    ours = {key for key, value in run.model.named_parameters() if not value.requires_grad}
+    model = copy.deepcopy(run.model).requires_grad_(True)
+    create_reference_model(model, num_shared_layers=1, pattern="model.layers.{layer}")
+    theirs = {key for key, value in model.named_parameters() if not value.requires_grad}
+    assert theirs - ours == {"model.embed_tokens.weight"} and ours < theirs
 
 
 @pytest.mark.parametrize("name, options", [("grpo", []), ("ppo", ["--ppo.kl_coef=0"]), ("sft", [])])

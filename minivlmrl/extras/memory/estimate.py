@@ -495,7 +495,7 @@ def reference_bytes(question: MemoryQuestion) -> int:
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
         return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize
-    if run.adapter.r:
+    if run.adapter.r or not run.uses_fsdp:  # a sharded reference is a full copy in the dtype of the computation
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, question.dtype)
 
