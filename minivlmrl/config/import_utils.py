@@ -12,13 +12,13 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, check_extras, did_you_mean
+from minivlmrl.errors import PACKAGE, USER_FILES, check_extras, did_you_mean, error_context
 
 
 @functools.cache
@@ -116,6 +116,56 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     if options:  # they would be ignored
         raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
     return cls
+
+
+def load_function(
+    option: str, text: str, table: dict[str, Any], section: Any, num_positional: int, names: Collection[str]
+) -> Callable:
+    """Find the function that an option of the section grpo names, and adapt it to the arguments of its call.
+
+    Args:
+        option, text, table: the option, its value, and the built-in functions, see resolve_object.
+        section: options of the training stage.
+        num_positional, names: see with_arguments.
+    """
+    with error_context(f"grpo.{option} {text}"):
+        function, options = resolve_object(option, text, table)
+        for name in options.keys() & vars(section).keys():
+            raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
+        return with_arguments(with_options(function, options), num_positional, names, vars(section))
+
+
+def with_arguments(
+    function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
+) -> Callable:
+    """Return a function that ignores the keyword arguments for which `function` has no parameter.
+
+    Args:
+        function: a user's function, or a built-in one.
+        num_positional: positional arguments of the call.
+        names: names of the keyword arguments that the call may have.
+        options: further values, which parameters with these names get.
+    Raises:
+        ValueError: a parameter of the function would get no value.
+    """
+    signature = inspect.signature(function)
+    parameters = [*signature.parameters.values()][num_positional:]
+    named = {p.name for p in parameters}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {*names} if takes_all else {*names} & named
+    further = {name: options[name] for name in options.keys() & named - taken}
+    try:
+        bound = signature.bind(*[None] * num_positional, **dict.fromkeys(taken), **further).arguments
+        for p in parameters:
+            if p.default is None and p.name not in bound:
+                raise TypeError(f"its parameter {p.name!r} would always be None{did_you_mean(p.name, names)}")
+    except TypeError as error:
+        raise ValueError(
+            f"the function cannot be called: {error}. docs/developer_guide.md#a-file-of-your-own has examples"
+        ) from error
+    if takes_all and not further:
+        return function
+    return lambda *values, **others: function(*values, **{k: v for k, v in others.items() if k in taken}, **further)
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:

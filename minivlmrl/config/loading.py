@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
-from minivlmrl.config.options import DPOOptions, ImageOptions, RunConfig, VideoOptions
+from minivlmrl.config.options import ImageOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
@@ -92,18 +92,6 @@ def _build_run(
             where = f"data.{name}: options of the {name}"
             options = check_values(options_class, getattr(config.data, name), where)
             setattr(config.data, name, options)
-        if config.dpo != DPOOptions():
-            from minivlmrl.losses.preference import check_dpo_options
-
-            dpo = config.dpo
-            check_dpo_options(
-                dpo.loss_type,
-                dpo.loss_weights,
-                dpo.label_smoothing,
-                dpo.f_divergence_type,
-                dpo.use_weighting,
-                prefix="dpo.",
-            )
     return config
 
 

@@ -5,7 +5,6 @@ option, and `python train.py --help grpo` prints the comments on the options of 
 write yourself declares its options in its own file.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -72,6 +71,13 @@ class LoRAOptions:
     target: list[str] = field(default_factory=lambda: ["language"])
     # nf4 stores frozen weights in 4 bits (QLoRA): in linear layers of the decoder, and in other layers with adapters
     quantize: Literal["nf4"] | None = None
+
+    def __post_init__(self):
+        if self.path and not self.r:
+            raise ValueError(
+                f"path is {self.path}, but r is 0, so the model would be trained without the adapters of this folder; "
+                "set r to the rank of the adapters, or path to null"
+            )
 
 
 @dataclass
@@ -194,6 +200,11 @@ class DataOptions(RowOptions):
             raise ValueError(
                 f"prompt_template is {self.prompt_template!r:.80}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
+            )
+        if self.task and self.eval_file:
+            raise ValueError(
+                f"eval_file is {self.eval_file}, but evaluations would use the rows of the task {self.task}; set "
+                "task to null and train_file to a file of rows, or set eval_file to null"
             )
         if self.eval_rewards == []:
             raise ValueError("eval_rewards is [], but it must be a list with the name of at least one reward")
@@ -323,20 +334,6 @@ class TrainingOptions:
     def passes_per_rollout(self) -> int:
         """The number of optimizer steps that train on each drawn row."""
         return getattr(self, "num_iterations", 1) * getattr(self, "num_ppo_epochs", 1)
-
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for each option that has no effect because of another option.
-
-        A recipe that sets such an option is rejected. The options of your own stage can extend the method
-        without_effect, for example for an option `warmdown`:
-
-            def without_effect(self):
-                yield from super().without_effect()
-                if self.max_steps == 0:
-                    yield "warmdown", "there are no steps unless max_steps > 0"
-        """
-        if self.lr_scheduler_type == "constant":
-            yield "min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is"
 
 
 @dataclass

@@ -31,7 +31,6 @@ from minivlmrl.model.value_head import (
     check_value_model_folder,
     load_value_model,
 )
-from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 FOLDER = "reward_model"  # folder of the reward model, and name of the stage that trains it
@@ -83,9 +82,13 @@ class RewardTrainer(PairTrainer):
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
-        margin = batch.margin.to(chosen.dtype)
-        options = loss_arguments(self.config, reward_loss)
-        return reward_loss(chosen, rejected, **options, margin=margin, normalizer=batch.normalizer)
+        return reward_loss(
+            chosen,
+            rejected,
+            center_rewards_coefficient=self.config.center_rewards_coefficient,
+            margin=batch.margin.to(chosen.dtype),
+            normalizer=batch.normalizer,
+        )
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))

@@ -291,9 +291,6 @@ def check_dpo_options(
          "loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"),
         (not 0 <= label_smoothing < 0.5,
          f"label_smoothing is {label_smoothing}, but it must be in [0, 0.5)"),
-        (label_smoothing and not set(loss_types) & set(SMOOTHED),
-         f"label_smoothing has no effect on loss_type {loss_types}; it is only used by "
-         f"{', '.join(SMOOTHED)}"),
     ]  # fmt: skip
     for is_broken, says in rules:
         if is_broken:

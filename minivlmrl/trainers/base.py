@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.trainers.functions import checked_loss
 from minivlmrl.trainers.phase_timer import PhaseTimer
 
 
@@ -222,3 +222,19 @@ class Trainer:
     def evaluate(self, rows) -> dict[str, float]:
         """Compute metrics on held-out rows without sampling, for example their loss."""
         return {}
+
+
+def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the result of a loss function; raise ValueError unless it is a scalar loss and a dictionary of metrics."""
+    is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
+    values = [result[0], *result[1].values()] if is_pair else [None]
+    is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
+    # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
+    if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
+        raise ValueError(
+            f"{name} returned {result!r:.200}, but it must return the loss, a tensor without dimensions, and a "
+            "dictionary of metrics, which are such tensors and have other names than stage, step and loss: "
+            "return loss, {}"
+        )
+    loss, metrics = result
+    return loss, metrics

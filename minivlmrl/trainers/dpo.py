@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import DPOOptions
+from minivlmrl.config.options import DPOOptions, RunConfig
 from minivlmrl.data.rows import Row
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
-from minivlmrl.losses.preference import answer_logps, dpo_loss
+from minivlmrl.losses.preference import answer_logps, check_dpo_options, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.trainers.base import MicroBatch
-from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import PairTrainer
 
 
@@ -24,22 +23,42 @@ class DPOTrainer(PairTrainer):
     # An SFT loss that is added to DPO is averaged over the tokens of chosen answers, which are rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
+    @classmethod
+    def check(cls, run: RunConfig):
+        config = getattr(run, cls.stage)
+        check_dpo_options(
+            config.loss_type,
+            config.loss_weights,
+            config.label_smoothing,
+            config.f_divergence_type,
+            config.use_weighting,
+            prefix=f"{cls.stage}.",
+        )
+
     @staticmethod
     def has_reference(config: DPOOptions) -> bool:
         return not config.reference_free
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
         group = batch.group
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
         log_sum_sq_probs = None
-        if self.config.use_weighting:
+        if config.use_weighting:
             flat = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)  # (M,)
             log_sum_sq_probs = by_pair(group.pad(flat))
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            **loss_arguments(self.config, dpo_loss),
+            loss_type=config.loss_type,
+            loss_weights=config.loss_weights,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            f_divergence_type=config.f_divergence_type,
+            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
+            ld_alpha=config.ld_alpha,
+            use_weighting=config.use_weighting,
             ref_per_token_logps=reference_logps(batch),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,

@@ -8,6 +8,7 @@ reference model every few hundred steps, is not implemented.
 DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivlmrl.config.import_utils import load_function
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.losses.grpo import grpo_loss
+from minivlmrl.losses.advantages import ADVANTAGES
+from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
-from minivlmrl.trainers.functions import call_advantages, find_advantages, find_loss, loss_arguments
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import group_metrics
 
@@ -50,6 +52,12 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     config: GRPOOptions
+
+    @classmethod
+    def check(cls, run: RunConfig):
+        super().check(run)
+        find_loss(getattr(run, cls.stage))
+        find_advantages(getattr(run, cls.stage))
 
     @staticmethod
     def has_reference(config: GRPOOptions) -> bool:
@@ -127,10 +135,14 @@ class GRPOTrainer(RolloutTrainer):
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
         """Compute each sample's advantage from its rewards, (samples, K), and their weighted sum: (samples,)."""
-        function = self.advantage_function
-        tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
-        arguments = loss_arguments(self.config, function, **tensors)
-        return call_advantages(function, self.config, totals, **arguments)
+        advantages = self.advantage_function(
+            totals,
+            num_generations=self.config.num_generations,
+            scale_rewards=self.config.scale_rewards,
+            rewards_per_func=rewards,
+            reward_weights=self.reward_weights,
+        )
+        return checked_advantages(self.config.advantages_name, advantages, totals)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
         return advantages[batch.completion_index].to(self.world.device)
@@ -224,31 +236,33 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        # A user's loss function gets all options of grpo_loss. Its parameters may name further options of section grpo.
-        options = loss_arguments(self.config, grpo_loss, self.loss_function)
-        if self.config.loss_type == "rloo":
-            options["beta"] = 0.0  # RLOO's KL is in the reward
+        config = self.config
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # Only built-in losses have token weights and an entropy bonus.
-        is_builtin = ":" not in self.config.loss_type
-        arguments: dict[str, Any] = {
-            **options,
-            "old_per_token_logps": batch.old_per_token_logps if self.policy_moves else None,
-            "ref_per_token_logps": batch.ref_per_token_logps,
-            "normalizer": batch.normalizer,
-        }
-        advantages, mask = batch.advantages, batch.loss_mask
-        if is_builtin:
-            arguments |= self.weights(batch, padded_entropies)
-            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments)
-        else:
-            loss, metrics = self.loss_function(padded_logps, advantages, mask, **arguments)
-        if self.config.entropy_coef and is_builtin:
+        is_builtin = self.loss_function is grpo_loss
+        returned = self.loss_function(
+            padded_logps,
+            batch.advantages,
+            batch.loss_mask,
+            loss_type=config.loss_type,
+            importance_sampling_level=config.importance_sampling_level,
+            epsilon_low=config.epsilon_low,
+            epsilon_high=config.epsilon_high,
+            beta=0.0 if self.kl_in_reward else config.beta,
+            kl_estimator=config.kl_estimator,
+            use_bias_correction_kl=config.use_bias_correction_kl,
+            old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
+            ref_per_token_logps=batch.ref_per_token_logps,
+            normalizer=batch.normalizer,
+            **(self.weights(batch, padded_entropies) if is_builtin else {}),
+        )
+        loss, metrics = checked_loss(f"{self.stage}.loss_type {config.loss_type}", returned)
+        if config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)
             bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
-            loss = loss - self.config.entropy_coef * bonus
+            loss = loss - config.entropy_coef * bonus
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         return loss, metrics | self.token_metrics(batch, old_logps, entropies)
 
@@ -267,6 +281,32 @@ class GRPOTrainer(RolloutTrainer):
         elif ratio is not None:
             weights["token_weights"] = weights.get("token_weights", 1) * ratio
         return weights
+
+
+def find_loss(config: GRPOOptions) -> Callable:
+    """Return grpo_loss, or the user's loss function that the option loss_type names.
+
+    A user's function may have fewer parameters than grpo_loss.
+    """
+    arguments = [*inspect.signature(grpo_loss).parameters]
+    return load_function("loss_type", config.loss_type, dict.fromkeys(AVERAGES, grpo_loss), config, 3, arguments[3:])
+
+
+def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
+    """Return the advantage function that the option advantages names: a built-in or a user's function."""
+    arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
+    return load_function("advantages", config.advantages_name, ADVANTAGES, config, 1, arguments)
+
+
+def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
+    """Return what an advantage function returned; raise ValueError unless each completion has a finite advantage."""
+    is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
+    if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
+        raise ValueError(
+            f"grpo.advantages {name} returned {advantages!r:.200}, but it must return a float tensor of shape "
+            f"({len(totals)},) with one finite advantage for each completion, even if their rewards are equal"
+        )
+    return advantages
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

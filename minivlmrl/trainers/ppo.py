@@ -24,7 +24,6 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
-from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.rollout import RolloutTrainer
 
 
@@ -154,7 +153,8 @@ class PPOTrainer(RolloutTrainer):
             batch.group.pad(logps),
             batch.group.pad(values),
             batch.loss_mask,
-            **loss_arguments(self.config, ppo_loss),
+            cliprange=self.config.cliprange,
+            vf_coef=self.config.vf_coef,
             old_per_token_logps=batch.old_per_token_logps,
             old_values=batch.old_values,
             advantages=batch.advantages,

@@ -10,7 +10,6 @@ from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.trainers.base import MicroBatch
-from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import OfflineTrainer
 
 
@@ -28,8 +27,9 @@ class SFTTrainer(OfflineTrainer):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        options = loss_arguments(self.config, sft_loss)
-        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, **options, normalizer=batch.normalizer)
+        loss = sft_loss(
+            batch.group.pad(logps), batch.loss_mask, loss_type=self.config.loss_type, normalizer=batch.normalizer
+        )
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
@@ -48,8 +48,7 @@ class SFTTrainer(OfflineTrainer):
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
-            options = loss_arguments(self.config, sft_loss)
-            total = sft_loss(padded, mask, **options, normalizer=LossNormalizer(1, 1))
+            total = sft_loss(padded, mask, loss_type=self.config.loss_type, normalizer=LossNormalizer(1, 1))
             sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())

@@ -60,6 +60,12 @@ def loss_of(per_token_logps, advantages, mask, **given):
     return loss, metrics
 
 
+def loss_options(section, loss):
+    """Return the options of a stage that are also arguments of its loss function."""
+    names = inspect.signature(loss).parameters.keys() - {"advantages"}  # also the name of an option
+    return {name: value for name, value in vars(section).items() if name in names}
+
+
 def policy(ratios, advantages, **options):
     """Return loss, gradient without padding, and metrics for ratios of tokens with log-probability -1."""
     T = max(map(len, ratios))

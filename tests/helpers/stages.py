@@ -13,7 +13,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.check.preflight import Preflight
 from minivlmrl.model.build import random_model
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.rewards.registry import REWARDS
@@ -74,7 +73,6 @@ class Stage:
         options = [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides]
         config = load_config(folder / "recipe.yaml", options)
         trainer = registry.find_trainer(stage, config)
-        Preflight().on_recipe(config, {stage: trainer})
         trainer.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)

@@ -19,8 +19,7 @@ from minivlmrl.losses.grpo_variants import (
 from minivlmrl.losses.ppo import ppo_loss
 from minivlmrl.losses.preference import dpo_loss, reward_loss
 from minivlmrl.losses.sft import sft_loss
-from minivlmrl.trainers.functions import loss_arguments
-from tests.helpers.by_hand import loss_of, near, policy, tensor
+from tests.helpers.by_hand import loss_of, loss_options, near, policy, tensor
 
 NAN = float("nan")
 
@@ -42,8 +41,7 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     (RewardModelOptions, reward_loss, 1),
 ])  # fmt: skip
 def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
-    """A trainer passes all options of its section, so a run never uses the defaults of a signature."""
-    options = loss_arguments(section(), loss)
+    options = loss_options(section(), loss)
     assert len(options) == number
     defaults = {name: p.default for name, p in inspect.signature(loss).parameters.items() if name in options}
     if loss is dpo_loss:

@@ -120,8 +120,6 @@ def test_docstring_examples():
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each"),
     ({"loss_type": "exo_pair"}, "takes the logarithm of label_smoothing; set it above 0"),
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, but it must be in \[0, 0.5\)"),
-    ({"loss_type": ["hinge", "sft"], "label_smoothing": 0.1},
-     r"no effect on loss_type \['hinge', 'sft'\]; it is only used by sigmoid, exo_pair, robust, aot, aot_unpaired"),
     ({"ref_per_token_logps": None}, "give ref_per_token_logps or ref_logps"),
     ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},

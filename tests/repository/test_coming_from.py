@@ -18,7 +18,7 @@ from minivlmrl.distributed.saving import save_model
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.functions import loss_arguments
+from tests.helpers.by_hand import loss_options
 from tests.helpers.links import ROOT, blocks, rows_of
 from tests.helpers.runs import metrics
 
@@ -49,7 +49,7 @@ def test_recipes_have_the_loss_of_their_source(name):
     assert ((logps - old).exp() - 1).abs().max() > 0.2  # some ratios are clipped
     config = load_config(f"{name}.yaml").grpo
     assert (config.adam_beta2, config.lr_scheduler_type) == (0.999, "linear")
-    options = {**loss_arguments(config, grpo_loss), "ref_per_token_logps": ref}
+    options = {**loss_options(config, grpo_loss), "ref_per_token_logps": ref}
     for given in [None] if name.startswith("cls") else [old, None]:
         theirs = vlm_r1_loss(logps, logps.detach() if given is None else given, ref, advantages, mask)
         ours, _ = grpo_loss(logps, advantages, mask, **options, old_per_token_logps=given)

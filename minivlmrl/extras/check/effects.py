@@ -1,16 +1,21 @@
-"""Reject recipes that set an option which has no effect because of another option.
+"""Find the options that a recipe sets, although they have no effect because of another option.
 
-The method TrainingOptions.without_effect lists the options of a training stage that have no effect.
+Such an option is no error, so that a recipe can be changed by one option, as in --grpo.num_iterations=1. A run prints a
+note. Options that contradict each other are errors, which minivlmrl/config/options.py raises beside the options.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
-from minivlmrl.errors import error_context
+from minivlmrl.config.import_utils import resolve_object
+from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
+from minivlmrl.losses.grpo import grpo_loss
+from minivlmrl.losses.preference import SMOOTHED
+from minivlmrl.trainers.base import Trainer
 
 # (options, reason why they have no effect, function that tells whether the rule applies to a recipe)
-Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
+Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
@@ -33,91 +38,138 @@ KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
 RULES: list[Rule] = [
     ("eval_steps best_metric data.eval_rows data.eval_without_images data.eval_rewards",
      "there are no rows to evaluate unless data.eval_file or data.task is set",
-     lambda r, _: not (r.data.eval_file or r.data.task)),
-    ("data.image_root data.format data.columns data.skip_unreadable data.eval_file",
-     "data.task generates all rows, so no file is read", lambda r, _: r.data.task),
+     lambda r: not (r.data.eval_file or r.data.task)),
+    ("data.image_root data.format data.columns data.skip_unreadable",
+     "data.task generates all rows, so no file is read", lambda r: r.data.task),
     ("num_logged_prompts", "completions are only logged if log_completions is above 0",
-     lambda r, _: not r.log_completions),
-    ("adapter.path adapter.alpha adapter.dropout adapter.target adapter.quantize save",
-     "there is no adapter unless adapter.r > 0", lambda r, _: r.adapter.r == 0),
+     lambda r: not r.log_completions),
+    ("adapter.alpha adapter.dropout adapter.target adapter.quantize save",
+     "there is no adapter unless adapter.r > 0", lambda r: r.adapter.r == 0),
     ("sharding.replicas sharding.cpu_offload sharding.once_per_step",
-     "no weights are sharded unless sharding.enabled is true", lambda r, _: not r.sharding.enabled),
+     "no weights are sharded unless sharding.enabled is true", lambda r: not r.sharding.enabled),
     ("rollout.gather_weights", "an engine other than native has its own copy of the weights",
-     lambda r, _: r.sampling.engine != "native"),
+     lambda r: r.sampling.engine != "native"),
     ("rollout.gather_weights",
      "each rank has all weights unless sharding.enabled or model.compute_dtype is set",
-     lambda r, _: r.sampling.engine == "native" and not r.uses_fsdp),
+     lambda r: r.sampling.engine == "native" and not r.uses_fsdp),
     ("rollout.max_logp_mismatch",
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",
-     lambda r, _: r.sampling.engine == "native" and r.adapter.dropout > 0),
-    ("reference.path",
-     "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only "
-     "without reference_free", lambda _, has_reference: not has_reference),
+     lambda r: r.sampling.engine == "native" and r.adapter.dropout > 0),
     ("reward_model.path", "no reward uses a reward model unless rewards has reward_model",
-     lambda r, _: "reward_model" not in r.rewards),
+     lambda r: "reward_model" not in r.rewards),
+    *((f"{stage}.min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is",
+       lambda r, stage=stage: getattr(r, stage).lr_scheduler_type == "constant")
+      for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")),
+    ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
+     lambda r: not {*r.dpo.loss_type} & {*SMOOTHED}),
     ("dpo.f_divergence_type", "the loss sft is the same for every divergence",
-     lambda r, _: r.dpo.loss_type == ["sft"]),
+     lambda r: r.dpo.loss_type == ["sft"]),
     ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
-     lambda r, _: r.dpo.f_divergence_type != "alpha_divergence"),
+     lambda r: r.dpo.f_divergence_type != "alpha_divergence"),
     (CLIPS, "loss_types sapo and vespo do not clip the ratio of policies",
-     lambda r, _: r.grpo.loss_type in ("sapo", "vespo")),
+     lambda r: r.grpo.loss_type in ("sapo", "vespo")),
     ("grpo.epsilon_low", "loss_type cispo clips the ratio of policies only from above",
-     lambda r, _: r.grpo.loss_type == "cispo"),
+     lambda r: r.grpo.loss_type == "cispo"),
     (CLIPS, "the ratio of policies is 1 unless num_iterations * steps_per_generation > 1",
-     lambda r, _: on_policy(r) and not own_loss(r) and r.grpo.loss_type != "cispo"),
+     lambda r: on_policy(r) and not own_loss(r) and r.grpo.loss_type != "cispo"),
     ("grpo.importance_sampling_level", "loss_type rloo uses ratios of whole completions",
-     lambda r, _: r.grpo.loss_type == "rloo"),
+     lambda r: r.grpo.loss_type == "rloo"),
     ("grpo.importance_sampling_level",
      "ratios of 1 have the same gradient at every level; the level matters only with num_iterations * "
      "steps_per_generation > 1, rollout_correction, top_entropy_quantile < 1, or beta > 0 and use_bias_correction_kl",
-     lambda r, _: on_policy(r) and not own_loss(r) and not weighs_tokens(r)),
-    (KL, "there is no KL unless beta > 0", lambda r, _: r.grpo.beta == 0),
+     lambda r: on_policy(r) and not own_loss(r) and not weighs_tokens(r)),
+    (KL, "there is no KL unless beta > 0", lambda r: r.grpo.beta == 0),
     (KL, "loss_type rloo subtracts the k1 estimate of the KL from the reward",
-     lambda r, _: r.grpo.loss_type == "rloo"),
+     lambda r: r.grpo.loss_type == "rloo"),
     ("grpo.use_bias_correction_kl",
      "the correction does not change the gradient of kl_estimator k2 unless num_iterations * "
-     "steps_per_generation > 1", lambda r, _: r.grpo.kl_estimator == "k2" and on_policy(r)),
+     "steps_per_generation > 1", lambda r: r.grpo.kl_estimator == "k2" and on_policy(r)),
     ("grpo.scale_rewards", "leave-one-out advantages are not divided",
-     lambda r, _: r.grpo.advantages_name == "rloo"),
+     lambda r: r.grpo.advantages_name == "rloo"),
     ("grpo.scale_rewards grpo.soft_punish_cache",
      "GDPO normalises each reward instead of the weighted sum of the rewards",
-     lambda r, _: r.grpo.advantages_name == "gdpo"),
+     lambda r: r.grpo.advantages_name == "gdpo"),
     ("grpo.beta", "loss_type rloo subtracts the KL from the sum of rewards, which GDPO does not use",
-     lambda r, _: r.grpo.advantages_name == "gdpo" and r.grpo.loss_type == "rloo"),
+     lambda r: r.grpo.advantages_name == "gdpo" and r.grpo.loss_type == "rloo"),
     ("grpo.multi_objective_aggregation", "advantages or loss_type rloo already determines the advantages",
-     lambda r, _: r.grpo.advantages is not None or r.grpo.loss_type == "rloo"),
+     lambda r: r.grpo.advantages is not None or r.grpo.loss_type == "rloo"),
     ("grpo.rollout_correction grpo.top_entropy_quantile grpo.entropy_coef",
-     "a loss_type from a file computes the whole loss", lambda r, _: own_loss(r)),
+     "a loss_type from a file computes the whole loss", lambda r: own_loss(r)),
     ("grpo.rollout_correction_bounds", "there is no correction to bound unless rollout_correction is set",
-     lambda r, _: not r.grpo.rollout_correction),
+     lambda r: not r.grpo.rollout_correction),
     ("ppo.critic_path", "the critic is a head on the policy unless critic is separate",
-     lambda r, _: r.ppo.critic != "separate"),
-    ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", lambda r, _: r.ppo.kl_coef == 0),
+     lambda r: r.ppo.critic != "separate"),
+    ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", lambda r: r.ppo.kl_coef == 0),
     ("ppo.cliprange", "the ratio of policies is 1 unless num_ppo_epochs * num_mini_batches > 1",
-     lambda r, _: r.ppo.num_ppo_epochs * r.ppo.num_mini_batches == 1),
+     lambda r: r.ppo.num_ppo_epochs * r.ppo.num_mini_batches == 1),
     (" ".join(f"sampling.{name}" for name in NO_TRUNCATION),
-     "temperature 0 always takes the most likely token", lambda r, _: r.sampling.temperature == 0),
+     "temperature 0 always takes the most likely token", lambda r: r.sampling.temperature == 0),
     ("sampling.history", "completions have only one turn unless environment is set",
-     lambda r, _: r.sampling.environment is None),
+     lambda r: r.sampling.environment is None),
     ("sampling.cuda_graph", "engine vllm itself chooses when to use CUDA graphs",
-     lambda r, _: r.sampling.engine == "vllm"),
+     lambda r: r.sampling.engine == "vllm"),
     ("sampling.vllm", "these options are read only with engine vllm",
-     lambda r, _: r.sampling.engine == "native"),
+     lambda r: r.sampling.engine == "native"),
 ]  # fmt: skip
 
 
-def check_effects(run: RunConfig, has_reference: bool):
-    """Raise ValueError if an option is set that has no effect because of other options.
+def options_without_effect(run: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
+    """Yield the options that a recipe sets without an effect, together with the reason."""
+    for name in run.unused_sections:
+        yield [name], f"`stages` does not include {name}"
+    for stage in run.data.files:
+        if stage not in run.stage_names:
+            yield [f"data.files.{stage}"], f"`stages` does not include {stage}"
+    seen = set()
+    for options, reason in reasons(run, trainers):
+        changed = [option for option in options if option not in seen and is_set(option, run)]
+        seen |= {*changed}
+        if changed:
+            yield changed, reason
 
-    A training stage's options are checked only if the recipe runs the stage. Otherwise run/setup.py prints a note.
-    """
-    unnamed = unnamed_stages(run)
-    with error_context(run.recipe or "recipe"):
-        for option, reason in options_without_effect(run, has_reference):
-            if option.partition(".")[0] not in unnamed and is_set(option, run):
-                value = attrgetter(option)(run)
-                raise ValueError(f"{option} is {value!r} and has no effect: {reason}")
+
+def reasons(run: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
+    """Yield options that have no effect in a recipe, whether the recipe sets them or not, together with the reason."""
+    for name, section in vars(run).items():
+        if isinstance(section, TrainingOptions) and name not in run.stage_names:
+            options = [f"{name}.{option}" for option in vars(section)]
+            if "reward_model" in run.rewards:  # the reward reward_model loads this model
+                options = [option for option in options if option != "reward_model.path"]
+            yield options, f"`stages` does not include {name}"
+    data = run.data
+    if run.stages and data.files.keys() >= {*run.stage_names}:
+        yield ["data.train_file", "data.train"], "data.files has the rows of all stages"
+    if not any(trainer.samples_completions for trainer in trainers.values()):
+        options = ["log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"]
+        is_evaluated = data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task)
+        yield options if is_evaluated else ["rewards", *options], "no stage samples completions"
+    if trainers and not any(trainer.has_reference(getattr(run, name)) for name, trainer in trainers.items()):
+        yield (
+            ["reference.path"],
+            "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only without "
+            "reference_free",
+        )
+    for options, reason, applies in RULES:
+        if applies(run):
+            yield options.split(), reason
+    for name in run.stage_names:
+        if isinstance(section := getattr(run, name), GRPOOptions):
+            yield from ignored_by_functions(name, section)
+
+
+def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
+    """Yield the options for which a user's loss or advantage function has no parameter."""
+    of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
+    for option, text, names in (
+        ("loss_type", section.loss_type, of_losses),
+        ("advantages", section.advantages_name, {"scale_rewards"}),
+    ):
+        if ":" in text:
+            parameters = inspect.signature(resolve_object(option, text, {})[0]).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                ignored = [f"{stage}.{name}" for name in vars(section) if name in names - parameters.keys()]
+                yield ignored, f"the function {stage}.{option} {text} has no parameter of this name"
 
 
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
@@ -125,18 +177,3 @@ def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
     path, _, name = option.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return getattr(section, name) != getattr(type(section)(), name)
-
-
-def unnamed_stages(run: RunConfig) -> list[str]:
-    sections = [name for name, value in vars(run).items() if isinstance(value, TrainingOptions)]
-    return [name for name in sections if name not in run.stage_names]
-
-
-def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    for options, reason, applies in RULES:
-        if applies(run, has_reference):
-            yield from ((option, reason) for option in options.split())
-    for name, section in vars(run).items():
-        if isinstance(section, TrainingOptions):
-            for option, reason in section.without_effect():
-                yield f"{name}.{option}", reason

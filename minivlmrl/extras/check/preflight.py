@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from minivlmrl.config.options import GRPOOptions, RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
@@ -15,8 +15,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
-from minivlmrl.extras.check.effects import check_effects, is_set, unnamed_stages
-from minivlmrl.extras.check.functions import try_functions
+from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
@@ -35,14 +34,6 @@ TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of pa
 
 class Preflight(Callback):
     """Callback that checks a recipe, its rows and its rewards before the first step, and describes them."""
-
-    def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        # With `stages: []`, a training recipe only evaluates, and may keep its section `reference`.
-        references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
-        check_effects(config, has_reference=any(references) or not trainers)
-        for name in trainers:
-            if isinstance(section := getattr(config, name), GRPOOptions):
-                try_functions(section, len(config.rewards))
 
     def on_setup(self, config: RunConfig, world: World):
         if world.is_main:
@@ -168,35 +159,9 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
     """Yield warnings about options that no stage of the recipe uses, and about likely mistakes."""
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
-    for options, reason in unused_options(config, trainers):
+    for options, reason in options_without_effect(config, trainers):
         yield f"{', '.join(options)}: no effect, because {reason}"
     yield from find_mistakes(config, datasets)
-
-
-def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield options of the recipe that have no effect, together with the reason."""
-    for name in config.unused_sections:
-        yield [name], f"`stages` does not include {name}"
-    for name in unnamed_stages(config):
-        section = getattr(config, name)
-        changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
-        if "reward_model" in config.rewards:  # the reward reward_model loads this model
-            changed = [option for option in changed if option != "reward_model.path"]
-        if changed:
-            yield changed, f"`stages` does not include {name}"
-    for stage in config.data.files:
-        if stage not in config.stage_names:
-            yield [f"data.files.{stage}"], f"`stages` does not include {stage}"
-    files = [f"data.{name}" for name in ("train_file", "train") if getattr(config.data, name)]
-    if files and config.stages and config.data.files.keys() >= {*config.stage_names}:
-        yield files, "data.files has the rows of all stages"
-    names = "rewards", "log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"
-    changed = [name for name in names if is_set(name, config)]
-    data = config.data
-    if data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task):  # evaluations use the rewards
-        changed = [name for name in changed if name != "rewards"]
-    if changed and not any(trainer.samples_completions for trainer in trainers.values()):
-        yield changed, "no stage samples completions"
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.trainers.functions import checked_loss
+from minivlmrl.trainers.base import checked_loss
 
 SHOWN = 4  # differing cases that are printed
 CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
