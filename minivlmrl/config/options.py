@@ -501,6 +501,8 @@ class RunConfig:
     # seconds that a rank waits for other ranks in an optimizer step; sampling, rewards and saving may take longer on
     # one rank
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
+    # hours that a rank waits for a rank that hangs, for example in a reward or in reading an image; then the run ends
+    max_wait_hours: Annotated[float, "(0, 720]"] = 24.0
     # time limit in seconds for a call of a reward function; a call scores all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)

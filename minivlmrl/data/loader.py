@@ -82,7 +82,7 @@ class Batches(Iterator[list[Row]]):
         except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.wait()  # so that a rank which reads its images slowly is not taken for a rank that hangs
+        self.world.wait("read images")  # which may take longer than the timeout of the run
         self.draws += 1
         return rows
 

@@ -1,12 +1,15 @@
 """The process group of a run: rank, device, and collective operations over all ranks."""
 
+import faulthandler
 import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,8 +21,10 @@ from minivlmrl.distributed.device import find_device
 
 Value = TypeVar("Value")
 
-NO_LIMIT = timedelta(days=30)
-# process group in which ranks wait for each other without a time limit; None if there is only one rank
+NO_LIMIT = timedelta(days=30)  # the longest time that a process group accepts
+NOTICE = 60.0  # seconds after which a waiting rank says for which ranks it waits
+LAST_ERRORS = 5.0  # seconds in which all ranks must raise an error to save a checkpoint together
+# process group in which ranks wait for each other; None if there is only one rank
 waiting_group: dist.ProcessGroup | None = None
 
 
@@ -33,6 +38,8 @@ class World:
     # slow work, for example sampling, calls this function often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
+    max_wait: float | None = None  # seconds that `wait` waits for other ranks; None is no limit
+    store: dist.Store | None = None  # store in which ranks see whether another rank is late or has failed
     # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
     ends_group: bool = True
 
@@ -97,15 +104,106 @@ class World:
         dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
-    def wait(self):
-        """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
+    def wait(self, work: str = "do its part"):
+        """Wait until all ranks have done their work, which may take longer than World.timeout.
 
-        Slow work such as sampling may take longer than World.timeout, the time limit of collective operations.
+        After a minute, the rank prints for which ranks it waits. If a rank hangs for longer than World.max_wait, the
+        waiting ranks raise an error, and the process of the hanging rank ends with the exit code 1 and a traceback.
+
+        Args:
+            work: what the ranks have to do, for the message, such as "read images".
+
+        Raises:
+            RuntimeError: the process of a rank has ended, or a rank is late by more than World.max_wait.
         """
         if self.size > 1:
-            monitored_barrier(NO_LIMIT)
+            with self.noticed(work):
+                monitored_barrier(longest_wait(self.max_wait))
+        self.watch()
 
-    def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
+    @contextmanager
+    def noticed(self, work: str) -> Iterator[None]:
+        """Context manager that prints which ranks are late if its block takes longer than a minute."""
+        store = self.store
+        if store is None:
+            yield
+            return
+        number = store.add(f"waits of rank {self.rank}", 1)
+
+        def print_notice():
+            waits = [store.add(f"waits of rank {rank}", 0) for rank in range(self.size)]
+            late = [str(rank) for rank, done in enumerate(waits) if done < number]
+            if late:
+                ranks = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}"
+                print(f"rank {self.rank} has waited {NOTICE:g} s for {ranks} to {work}", file=sys.stderr, flush=True)
+
+        timer = threading.Timer(NOTICE, print_notice)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager that ends a process that hangs in its block with a traceback and the exit code 1."""
+        self.watch()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def watch(self):
+        """Start the time limit of World.max_wait again, for this process.
+
+        Among several ranks, the limit is twice as long, so that the waiting ranks can save a checkpoint first.
+        """
+        if self.max_wait is not None:
+            limit = self.max_wait if self.size == 1 else 2 * self.max_wait
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+
+    def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
+        """Call the function `work`, which saves a run, after an error; each rank that has an error calls this method.
+
+        If all ranks have an error, they call `work` together. Otherwise the first rank that notices this calls `work`
+        alone, and the other ranks wait, because torchrun ends all ranks as soon as one rank ends.
+
+        Args:
+            work: function that is called with the ranks that work together.
+            alone: whether one rank can do the work without the others.
+        Returns:
+            whether the work is done.
+        """
+        if self.size == 1:
+            work(self)
+            return True
+        store = self.store
+        if store is None:
+            return False
+        errors = [f"error of rank {rank}" for rank in range(self.size)]
+        own = str(self.rank)
+        store.set(errors[self.rank], "")
+        # Rank 0 is the first to give up, because only rank 0 knows the number of lines in the log files.
+        limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
+        with suppress(dist.DistError):  # another rank has no error
+            store.wait(errors, limit)
+            own = "all"
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first value counts
+        if workers == "all":
+            work(self)
+        elif not alone:
+            return False
+        elif workers == str(self.rank):
+            try:
+                work(replace(self, rank=0, size=1))
+            finally:
+                store.set("saved", "")
+        else:
+            store.wait(["saved"], timedelta(seconds=self.timeout))
+        return True
+
+    def run_on_all_ranks(self, work: Callable[[], Value], name: str = "do its part") -> Value:
         """Call the function `work` on every rank; an error on any rank is raised on all ranks.
 
         There is no time limit for `work`.
@@ -120,24 +218,24 @@ class World:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        self.wait()
+        self.wait(name)
         for error in filter(None, self.gather_objects(future.exception())):
             raise error from future.exception()  # which has this rank's traceback
         return future.result()
 
-    def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
+    def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
         """Call the function `work` on rank 0 and return its result; return None on other ranks.
 
         All ranks must call run_on_rank_zero; an error on rank 0 is raised on all ranks.
         """
-        return self.run_on_all_ranks(work if self.is_main else lambda: None)
+        return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
-    def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
+    def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
         """Call the function `work` on rank 0, and return its picklable result on all ranks.
 
         All ranks must call compute_on_rank_zero; an error on rank 0 is raised on all ranks.
         """
-        result = self.gather_objects(self.run_on_rank_zero(work))[0]
+        result = self.gather_objects(self.run_on_rank_zero(work, name))[0]
         return result  # pyright: ignore[reportReturnType] (None only if work returned None)
 
     def barrier(self):
@@ -165,14 +263,15 @@ class World:
             gradient.copy_(total.view_as(gradient))
 
 
-def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
+def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: float | None = None) -> World:
     """Select this process's device and number of CPU threads, and connect the ranks that torchrun has started.
 
     Args:
         num_threads: this process's CPU threads; None is default_num_threads.
         timeout: seconds that a rank waits for another rank in a collective operation before the
             run ends with an error. World.wait has no such limit.
-        sharded: True if weights are sharded; then a single process needs a process group too.
+        sharded: True if weights are sharded; then even a single process needs a process group.
+        max_wait: seconds that a rank waits for another rank in World.wait; None is no limit.
 
     Raises:
         ValueError: there is no GPU for this rank, or the ranks cannot be connected.
@@ -187,6 +286,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         torch.cuda.set_device(device)
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    store = None
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
@@ -204,20 +304,28 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
             with ending_with_dead_hosts(timeout):
                 # pyright does not know that new_group returns a group to all members of the group
                 waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
-                    backend="gloo", timeout=NO_LIMIT
+                    backend="gloo", timeout=longest_wait(max_wait)
                 )
-    return World(rank, size, device, timeout=timeout)
+    return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
 
 
-def monitored_barrier(limit: timedelta):
+def longest_wait(max_wait: float | None) -> timedelta:
+    return NO_LIMIT if max_wait is None else min(NO_LIMIT, timedelta(seconds=max_wait))
+
+
+def monitored_barrier(limit: timedelta, names_all: bool = False):
     """Wait until all ranks have called monitored_barrier.
+
+    Args:
+        limit: time limit on rank 0; other ranks wait for rank 0 as long as the option max_wait_hours allows.
+        names_all: name all ranks that are late, which takes the whole time limit.
 
     Raises:
         RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
             that is late, for example "Rank 1 failed to pass monitoredBarrier".
     """
     if waiting_group is not None:
-        dist.monitored_barrier(waiting_group, limit, wait_all_ranks=limit < NO_LIMIT)
+        dist.monitored_barrier(waiting_group, limit, wait_all_ranks=names_all)
 
 
 def default_num_threads(local_size: int) -> int:
@@ -236,7 +344,8 @@ def default_num_threads(local_size: int) -> int:
 
 def shutdown(world: World):
     """Wait for all ranks, and destroy the process group of the run, if there is one."""
-    world.wait()  # for the last work of rank 0
+    world.wait("finish the run")
+    faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank
         if world.ends_group:

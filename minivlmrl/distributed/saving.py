@@ -53,11 +53,13 @@ def save_model(
         reshard(model)
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
-        unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
+        unused = {}
+        if merge:
+            unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         # Only rank 0 has the tensors `unused`, so the other ranks get the list of files from rank 0.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
-        # ranks other than 0 write nothing
-        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
+        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
+        new_folder = new_folder or Path(folder)  # ranks other than 0 write nothing
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
             for name in tensors.keys() & weights.keys():
@@ -79,8 +81,8 @@ def save_model(
                         tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
                 elif world.is_main:
                     tensors[name] = unused[name]
-            world.run_on_rank_zero(partial(write_tensors, file, tensors))
-        world.run_on_rank_zero(finish)
+            world.run_on_rank_zero(partial(write_tensors, file, tensors), f"write {folder}")
+        world.run_on_rank_zero(finish, f"write {folder}")
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:

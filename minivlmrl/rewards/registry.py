@@ -143,8 +143,9 @@ class Reward:
         callbacks.setdefault("log_extra", partial(log_extra, self.name, extras))
         if columns.get("prompts"):
             columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
+        score = partial(self._score, columns, callbacks)
         try:
-            scored = iter(self.world.run_on_all_ranks(partial(self._score, columns, callbacks)))
+            scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
             self.world.stop_if_preempted()  # a signal shortens the time limit
             raise

@@ -32,7 +32,6 @@ from minivlmrl.errors import error_context, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
-from minivlmrl.rewards.registry import RewardFailed
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import find_pieces, read_into, sampled_blocks, write_tensors
 from minivlmrl.run.metrics import MetricsLog
@@ -42,6 +41,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
+UPDATE = "optimizer"  # the phase in which an error leaves some weights updated and others not
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows a batch has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
@@ -133,13 +133,18 @@ class CheckpointManager:
         self.can_save = True  # False while a rollout is in use
         signals.can_stop = lambda: self.can_save
 
-    def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
+    def after_update(self, progress: TrainerState, ends_rollout: bool):
+        """Note after an update of the weights whether a checkpoint can be saved until the next update."""
+        self.can_save = ends_rollout or self.ends_stage(progress)
+
+    def after_step(self, progress: TrainerState, log: MetricsLog):
         """Save a checkpoint after an optimizer step if one is due, and stop the run after a signal."""
-        stage_ends = progress.step == getattr(self.config, self.stage).max_steps
-        self.can_save = ends_rollout or stage_ends
-        if self.can_save and self.is_due(progress.steps, stage_ends):
-            self.ensure_saved(progress, log)
+        if self.can_save and self.is_due(progress.steps, self.ends_stage(progress)):
+            self.ensure_saved(progress, log, self.world)
         self.signals.stop_if_preempted()
+
+    def ends_stage(self, progress: TrainerState) -> bool:
+        return progress.step == getattr(self.config, self.stage).max_steps
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
         """Return True on all ranks if the option checkpoint_minutes or checkpoint_steps requires a checkpoint now."""
@@ -152,38 +157,56 @@ class CheckpointManager:
             return True
         return stage_ends and bool(every_steps or minutes)
 
-    def ensure_saved(self, progress: TrainerState, log: MetricsLog) -> Path:
-        """Save a checkpoint for the current step, unless there is one already, and return its folder."""
-        folder = self.folder / f"{progress.steps:06d}"
+    def folder_of(self, progress: TrainerState) -> Path:
+        return self.folder / f"{progress.steps:06d}"
+
+    def ensure_saved(self, progress: TrainerState, log: MetricsLog, world: World):
+        """Save a checkpoint for the current step, unless there is one already.
+
+        Args:
+            world: the ranks that save together.
+        """
         if self.saved_steps != progress.steps:
             progress.num_log_lines = log.lines_to_keep()
             progress.logs = {}
             for callback in self.callbacks:
                 progress.logs.update(callback.state_dict())
-            self.save(folder, progress)
-        return folder
+            self.save(self.folder_of(progress), progress, world)
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
         """After an error between two weight updates, save a checkpoint, and note how to continue the run."""
         try:
             yield
-        except Exception as error:
-            has_stepped = progress.steps and self.stage  # a stage has begun since the resume
+        except (Exception, SystemExit) as error:
+            # the stage that has begun since the start or the resume of this process
+            has_stepped = progress.steps > 0 and self.stage == self.config.stage_names[progress.stage]
             if has_stepped or isinstance(error, Preempted):
-                # RewardFailed and Preempted are always raised on all ranks, between two updates of the weights.
-                is_between = isinstance(error, RewardFailed | Preempted)
-                # Reading a row may fail on one of several ranks, but all ranks must save a checkpoint together.
-                if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
-                    is_between = True
-                if has_stepped and self.can_save and is_between:
-                    folder = self.ensure_saved(progress, log)
+                folder = None
+                if has_stepped and self.can_save and not is_in_update(error):
+                    folder = self.try_to_save(progress, log, error)
+                if folder is not None:
                     error.add_note(f"saved after step {progress.steps} in {folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):
                     error.add_note(f"--resume=auto continues from {older[-1]}")
                 else:
                     error.add_note("no checkpoint was saved yet: start the run again")
             raise
+
+    def try_to_save(self, progress: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
+        """Save a checkpoint after an error, on all ranks together or, if a rank holds all weights, on one of them.
+
+        Returns:
+            the folder of the checkpoint; None if no checkpoint could be saved.
+        """
+        try:
+            is_saved = self.world.run_after_error(
+                lambda world: self.ensure_saved(progress, log, world), alone=not self.config.uses_fsdp
+            )
+        except Exception as failure:
+            error.add_note(f"no checkpoint could be saved after this error ({failure})")
+            return None
+        return self.folder_of(progress) if is_saved else None
 
     def to_resume(self) -> TrainerState:
         """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
@@ -312,14 +335,14 @@ class CheckpointManager:
             return read_trainer_state(folder)
 
         try:
-            return self.world.run_on_all_ranks(check)
+            return self.world.run_on_all_ranks(check, "read the checkpoints")
         except (OSError, ValueError) as error:
             if self.world.is_main:
                 print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
             return None
 
-    def save(self, folder: Path, progress: TrainerState):
-        """Write a checkpoint on all ranks, and delete all but the two newest checkpoints."""
+    def save(self, folder: Path, progress: TrainerState, world: World):
+        """Write a checkpoint on the ranks of `world`, and delete all but the two newest checkpoints."""
         draft = folder.with_name(folder.name + ".partial")
         with phase("save"):
             named_tensors = tensors(self.trainer, self.optimizer)
@@ -327,8 +350,8 @@ class CheckpointManager:
 
         def write():
             draft.mkdir(parents=True, exist_ok=True)
-            names = write_tensors(draft, named_tensors, self.world)
-            if self.world.is_main:
+            names = write_tensors(draft, named_tensors, world)
+            if world.is_main:
                 write_json(draft / RUN, asdict(progress))
                 names.append(RUN)
             for name in names:
@@ -345,10 +368,10 @@ class CheckpointManager:
 
         try:
             with phase("save"):
-                self.world.run_on_all_ranks(write)
-                for rank_checksums in self.world.gather_objects(checksums):
+                world.run_on_all_ranks(write, "save a checkpoint")
+                for rank_checksums in world.gather_objects(checksums):
                     checksums.update(rank_checksums)
-                self.world.run_on_rank_zero(finish)
+                world.run_on_rank_zero(finish, "save a checkpoint")
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OSError | SafetensorError):
@@ -356,6 +379,16 @@ class CheckpointManager:
             raise
         self.saved_steps = progress.steps
         self.saved_time = clock()
+
+
+def is_in_update(error: BaseException) -> bool:
+    """Return True if an error, or an error that it replaces, was raised while the weights were updated."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "phase", "") == UPDATE:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _checksum(path: Path) -> str:

@@ -46,7 +46,7 @@ def load_datasets(
     """
     world = world or World()
     load = partial(_load_datasets, run, stages, reward_columns, eval_columns, world.is_main, reads)
-    return world.run_on_all_ranks(load)
+    return world.run_on_all_ranks(load, "open the data files")
 
 
 def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:

@@ -172,7 +172,7 @@ def generate_and_score(
 ) -> tuple[Tensor, list[list[Completion]]]:
     """Sample `count` completions for each row; return the rewards, (rows * count, functions), and the completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
-    sample.world.wait()  # for a rank that reads its images slowly
+    sample.world.wait("read images")
     completions = sample(prompts, count, [row.key for row in rows])
     columns = reward_columns(rows, prompts, completions, sample.processor)
     rewards = [reward.on(sample.world) for reward in rewards]

@@ -42,7 +42,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
             file.flush()
             return token
 
-        token = world.compute_on_rank_zero(lock)
+        token = world.compute_on_rank_zero(lock, f"lock {folder}")
         sees = world.gather_objects(not token or (path.is_file() and path.read_text() == token))
         blind = [str(rank) for rank, sees_folder in enumerate(sees) if not sees_folder]
         if blind:

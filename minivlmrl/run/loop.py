@@ -20,7 +20,7 @@ from minivlmrl.errors import phase
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, default_callbacks
-from minivlmrl.run.checkpoints import CheckpointManager
+from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
@@ -46,8 +46,8 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     trainers = find_trainers(config)
     for callback in callbacks:
         callback.on_recipe(config, trainers)
-    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    with StopSignals(world) as signals, locked(config.output_dir, world):
+    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
+    with StopSignals(world) as signals, world.watched(), locked(config.output_dir, world):
         train_stages(config, trainers, signals, callbacks)
     process_group.shutdown(signals.world)
     return signals.exit_code
@@ -73,8 +73,8 @@ def train_stages(
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:
             callback.on_run_begin(config, log)
-            log.callback(callback.on_run_end)  # also called after an error or a signal
-        world.wait()  # for the trackers of rank 0
+            log.callback(callback.on_run_end)  # called even after an error or a signal
+        world.wait("begin its trackers and callbacks")
         trainer = None
         if checkpoints.resumed is None:
             results.measure("start")
@@ -149,14 +149,15 @@ def train_stage(
             raise ValueError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
-        check_mismatch(trainer.run, metrics)
+        state.advance(batches.draws)
+        checkpoints.after_update(state, step.ends_rollout)
         values = log.step(number, metrics, step)
         for callback in callbacks:
             callback.on_step_end(trainer, step, number, values)
-        trainer.world.wait()  # for the page of rank 0
+        trainer.world.wait("finish its callbacks and trackers")
         log.mark()
-        state.advance(stage, batches.draws, log.seconds)
-        checkpoints.after_step(state, log, step.ends_rollout)
+        state.seconds[stage] = log.seconds
+        checkpoints.after_step(state, log)
     state.seconds[stage] = log.end_stage()
     results.after_step(trainer, config.max_steps)
     results.measure(f"after_{stage}", trainer)
@@ -168,20 +169,23 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
     The gradients are summed over micro-batches and ranks, and clipped by their global norm.
 
     Raises:
-        FloatingPointError: if the loss or the gradient norm is not finite.
+        FloatingPointError: the loss or the gradient norm is not finite.
+        ValueError: sampler and trainer compute different log-probabilities.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):
         grad_norm = finish_gradients(trainer.trained, trainer.world, trainer.run.optimizer.max_grad_norm)
+    metrics = metrics | step.metrics | {"grad_norm": grad_norm}
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite")
+    check_mismatch(trainer.run, metrics)
     rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with trainer.phase("optimizer"):
+    with trainer.phase(UPDATE):
         optimizer.step()
         optimizer.zero_grad()
-    return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
+    return metrics | {"learning_rate": rate}
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text
-from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog
+from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
@@ -95,7 +95,7 @@ class MetricsLog(ExitStack):
         self.mark()
 
     def mark(self):
-        """Remember how many lines each log file has now; the next checkpoint saves these numbers."""
+        """Remember how many lines each log file has after a step; the next checkpoint saves these numbers."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
@@ -106,36 +106,42 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
-        Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again.
+        Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again. After an
+        error between an update and `mark`, all lines count. Ranks other than 0 do not know the numbers of lines.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
-        return self.lines_at_mark
+        if not self.world.is_main:
+            return {}
+        return self.num_lines if self.lines_at_mark is None else self.lines_at_mark
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
+        """Log an optimizer step, first to the files, so that the error of a tracker loses no line."""
         self.steps += 1
+        self.lines_at_mark = None
         phases = self.trainer.timer.take()
         if self.files:
             self.write_step(number, metrics, step, phases)
-        self.world.wait()  # for the trackers of rank 0
+        self.world.wait("write the metrics of the step")
         self.completions.step(self.trainer, step, number)
+        if self.files:
+            self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
+            self.show(number, metrics, self.timings[-1]["step_time"])
+            if (number + 1) % SPEED_EVERY == 0:
+                tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         return metrics
 
     def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
-        self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         step_time = seconds - self.last_seconds
         num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         timing = {"seconds": seconds} | speed | memory_use()
         self.write(TIMINGS, line | timing)
         self.last_seconds = seconds
-        self.show(number, metrics, step_time)
         self.timings.append(timing)
-        if (number + 1) % SPEED_EVERY == 0:
-            tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
         """Append a warning to warnings.jsonl, and print the warning with the number of completed steps."""
@@ -192,23 +198,24 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     """Create a log file, or cut a resumed run's log back to its checkpoint; return how many lines the file has."""
+    if resumed is None:
+        path.write_bytes(b"")
+        return 0
+    source = folder_of_logs(path.parent, resumed) / path.name
+    if source.is_file() and not (path.is_file() and source.samefile(path)):
+        shutil.copyfile(source, path)
     # If the checkpoint does not list the log file, num_lines is None, and all lines are kept.
-    num_lines = progress.num_log_lines.get(path.name) if resumed else 0
-    source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
-    sizes = []
-    if source.is_file():
-        with source.open("rb") as file:
-            sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
-        if source != path.resolve():
-            shutil.copyfile(source, path)
+    num_lines = progress.num_log_lines.get(path.name)
+    path.touch()
+    with path.open("rb+") as file:
+        sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
+        file.truncate(sum(sizes))
     if len(sizes) < (num_lines or 0):
         print(
             f"{source} has only {len(sizes)} of the {num_lines} lines that it had when {resumed} was "
             "saved; the log continues without the missing lines",
             flush=True,
         )
-    path.touch()
-    os.truncate(path, sum(sizes))
     return len(sizes)
 
 

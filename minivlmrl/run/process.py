@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -34,13 +35,24 @@ def report_mistake(message: str):
 
 def lost_ranks(error: RuntimeError) -> str:
     """After a failed collective operation, describe which rank ended or hangs; return "" if all ranks answer."""
-    try:
-        monitored_barrier(timedelta(seconds=3))
+    failures = []
+
+    def ask():
+        try:
+            monitored_barrier(timedelta(seconds=3), names_all=True)
+        except RuntimeError as late:
+            failures.append(late)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(6)
+    if asking.is_alive():  # only rank 0 waits with a time limit
+        failures.append("Rank 0 failed to pass")
+    if not failures:
         return ""
-    except RuntimeError as late:
-        # torchrun shows the error that is reported first, so wait until the failed rank has reported its own.
-        time.sleep(3)
-        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
+    # torchrun shows the error that is reported first, so wait until the failed rank has reported its own.
+    time.sleep(3)
+    named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{failures[0]}")
     name = f"rank {named[1]}" if named else "a rank"
     return (
         f"{name} ended or did not answer in time, so rank {os.environ['RANK']} ends too; look for an earlier error of "

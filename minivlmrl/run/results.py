@@ -137,7 +137,7 @@ class Results:
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(held_out))
-        self.world.wait()  # for the trackers and the page of rank 0
+        self.world.wait("finish its callbacks and trackers")
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
             score = values[best_metric] * (-1 if best_metric in lowered_metrics(config) else 1)

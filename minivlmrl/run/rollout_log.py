@@ -70,10 +70,11 @@ class CompletionsLog:
         if not self.every or not world.is_main:
             return
         images = self.folder / IMAGES
-        earlier = resumed.resolve().parents[1] / IMAGES if resumed else None
-        if earlier is None:
+        if resumed is None:
             shutil.rmtree(images, ignore_errors=True)
-        elif earlier.is_dir() and earlier != images.resolve():
+            return
+        earlier = folder_of_logs(self.folder, resumed) / IMAGES
+        if earlier.is_dir() and not (images.is_dir() and earlier.samefile(images)):
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
@@ -117,6 +118,20 @@ class CompletionsLog:
         draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
         draft.write_bytes(encoded)
         draft.rename(path)
+
+
+def folder_of_logs(output: Path, resumed: Path) -> Path:
+    """Return the folder with the log files of the run that saved a checkpoint.
+
+    Args:
+        output: output folder of the resumed run.
+        resumed: the checkpoint. Its folder states/ may be a symbolic link to another disk without the log files.
+    """
+    states = resumed.absolute().parent
+    own_states = output / "states"
+    if own_states.is_dir() and states.samefile(own_states):
+        return output
+    return states.parent
 
 
 def encode_image(image: PIL.Image.Image) -> bytes:

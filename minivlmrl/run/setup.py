@@ -62,7 +62,7 @@ def prepare(
     for callback in callbacks:
         callback.on_model(config, datasets, model, processor, world, row_texts)
     limit_epochs(config, datasets)
-    world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor))
+    world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")
     return model, processor, datasets
 
 
@@ -266,7 +266,7 @@ def fit_rows(
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
             find = partial(long_rows, rows, processor, max_tokens, skips, answers_of(config, name))
-            removed = world.compute_on_rank_zero(lambda find=find: list(find()))
+            removed = world.compute_on_rank_zero(lambda find=find: list(find()), "measure the rows")
             fitted[name] = without_rows(rows, {size.index for size in removed})
         if world.is_main:
             text = summary(fitted[name], processor, skips)

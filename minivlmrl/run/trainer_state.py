@@ -43,11 +43,10 @@ class TrainerState:
             )
         self.rows = rows
 
-    def advance(self, stage: str, draws: int, seconds: float):
+    def advance(self, draws: int):
         self.step += 1
         self.steps += 1
         self.draws = draws
-        self.seconds[stage] = seconds
 
 
 def read_trainer_state(folder: Path) -> TrainerState:

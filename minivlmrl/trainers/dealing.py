@@ -37,7 +37,7 @@ class Group:
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
     """Read the rows of groups, and return each group's samples; all ranks must call this function together."""
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
-    trainer.world.wait()  # for a rank that reads its images slowly
+    trainer.world.wait("read images")
     opened = []
     for row, group, first in zip(rows, groups, first_samples, strict=True):
         prompt = row.prompt(trainer.processor)

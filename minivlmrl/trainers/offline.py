@@ -80,7 +80,7 @@ class OfflineTrainer(Trainer):
             row = rows[index]
             if all(getattr(row, name) is not None for name in self.answers):
                 local.append(index)
-        self.world.wait()  # for a rank that reads its images slowly
+        self.world.wait("read images")
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
@@ -122,7 +122,7 @@ class PairTrainer(OfflineTrainer):
         parts = split(local_indices, self.config.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)
-        self.world.wait()
+        self.world.wait("score the held-out pairs")
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}
 

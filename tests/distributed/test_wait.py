@@ -1,4 +1,4 @@
-"""Test that ranks wait for slow work without a limit, but not for a rank that has ended."""
+"""Test that ranks wait for slow work, but not for a rank that has ended, and not forever for a rank that hangs."""
 
 import os
 import threading
@@ -11,12 +11,14 @@ import torch
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.distributed import saving
+from minivlmrl.data.loader import Batches
+from minivlmrl.distributed import process_group, saving
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import checkpoint_files, process
+from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.process import lost_ranks
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.children import fork_processes, fork_ranks
@@ -176,6 +178,61 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
         shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
+
+
+HANGS = {  # what hangs in step 3: owner, function, number of its call, rank, what the other rank says
+    "a tracker": (MetricsLog, "track", 3, 0, "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers"),
+    "reading an image": (Batches, "wait_for", 3, 1, "rank 0 has waited 0.5 s for rank 1 to read images"),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_rank_that_hangs_ends_the_job_with_a_state(home, lively, tmp_path, monkeypatch, capfd, name):
+    owner, function, number, rank, sentence = HANGS[name]
+    limit = 8  # seconds
+    monkeypatch.setattr(process_group, "NOTICE", 0.5)
+    monkeypatch.setattr(process_group, "LAST_ERRORS", 0.5)
+    options = ["--stages=[sft]", "--sft.max_steps=4", "--data.eval_rows=0", f"--max_wait_hours={limit / 3600}"]
+
+    def begin(me):
+        if me == rank:
+            hang_in_call(owner, function, number)
+        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", *options])
+
+    assert fork_processes(2, begin) == [1, 1]
+    said = capfd.readouterr().err
+    assert sentence in said
+    assert "saved after step" in said and "continue with --resume=auto" in said
+    assert "in hang" in said  # the traceback of the rank that hangs
+
+    def resume(_):
+        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", "--resume=auto", *options[:-1]])
+
+    assert fork_processes(2, resume) == [0, 0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def hang_in_call(owner, name, number):
+    """Make the call `number` (from 1) of a function hang."""
+    original, calls = getattr(owner, name), []
+
+    def hang(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            time.sleep(600)
+        return original(*arguments, **options)
+
+    setattr(owner, name, hang)
+
+
+def test_a_single_process_that_hangs_ends_with_a_traceback(home, lively, tmp_path, capfd):
+    def begin(_):
+        hang_in_call(MetricsLog, "track", 1)
+        options = ["--stages=[sft]", "--data.eval_rows=0", f"--max_wait_hours={10 / 3600}"]
+        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", *options])
+
+    assert fork_processes(1, begin) == [1]
+    assert "in hang" in capfd.readouterr().err
 
 
 def test_groups_of_replicas_have_the_timeout_of_the_run():

@@ -19,8 +19,10 @@ from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.loader import shuffled
+from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor
+from minivlmrl.distributed import process_group
+from minivlmrl.extras import report
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.rewards.registry import REWARDS
@@ -279,6 +281,88 @@ def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkey
     monkeypatch.setenv("FAILS_AT", "never")
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == expected
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def fails(*_):
+    raise RuntimeError("my tracker failed")
+
+
+BACKWARD = torch.Tensor, "backward", {"before": out_of_memory}
+SFT = ["--stages=[sft]", "--sft.max_steps=4"]  # two micro-batches in each step
+ERRORS = {  # options, place, number of its call, checkpoint, if there is one
+    "a backward pass": (SFT, BACKWARD, 6, "000002"),
+    "reading a row": (SFT, (Batches, "wait_for", {"before": out_of_memory}), 3, "000002"),
+    "a tracker, after the update": (SFT, (MetricsLog, "track", {"before": fails}), 4, "000003"),
+    "a callback, after the update": (
+        [*SFT, "--report_minutes=1e-9"], (report.ReportPage, "on_step_end", {"before": fails}), 3, "000003",
+    ),
+    "the optimizer": (SFT, (torch.optim.AdamW, "step", {"after": out_of_memory}), 3, None),
+    "an evaluation": (
+        [*SFT, "--eval_steps=1", BEST], (evaluate_file, "generate_and_score", {"before": out_of_memory}), 6, "000002",
+    ),
+    "the first backward pass of a rollout": (["--grpo.max_steps=8"], BACKWARD, 9, "000004"),
+    "the second step of a rollout": (["--grpo.max_steps=8"], BACKWARD, 11, None),
+    "the first step of a stage": (["--stages=[sft, grpo]", "--sft.max_steps=2"], BACKWARD, 5, "000002"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*list(ERRORS)[:5], *(pytest.param(name, marks=pytest.mark.slow) for name in list(ERRORS)[5:])]
+)
+def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupted, tmp_path, capfd, name):
+    options, place, number, kept = ERRORS[name]
+    no_others = "--checkpoint_minutes=1000"
+    assert attempt(recipe, tmp_path, *options, no_others, die=place, number=number) == [1]
+    said = capfd.readouterr().err
+    if kept is None:
+        assert "no checkpoint was saved yet: start the run again" in said
+        assert not (tmp_path / "states").exists()
+        return
+    assert f"states/{kept}: continue with --resume=auto" in said
+    assert kept in states(tmp_path)
+    assert attempt(recipe, tmp_path, *options, no_others, "--resume=auto") == [0]
+    assert outcome(tmp_path) == uninterrupted(*options)
+
+
+SHARDED = "--sharding.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "kept"),
+    [
+        ([], None, "000002"), ([], 1, "000002"), pytest.param([], 0, "000002", marks=pytest.mark.slow),
+        ([SHARDED], None, "000002"), pytest.param([SHARDED], 1, None, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_an_error_on_one_or_all_of_two_ranks(recipe, uninterrupted, tmp_path, capfd, monkeypatch, options, rank, kept):
+    """Ranks without sharding save even if one of them fails alone, because each rank holds all weights."""
+    monkeypatch.setattr(process_group, "LAST_ERRORS", 1.0)
+    options = [*SFT, "--sft.micro_batch_size=1", *options]
+    limits = ["--checkpoint_minutes=1000", "--timeout=60"]
+    assert attempt(recipe, tmp_path, *options, *limits, ranks=2, die=BACKWARD, number=6, rank=rank) == [1, 1]
+    if kept is None:
+        assert not (tmp_path / "states").exists()
+        assert "no checkpoint was saved yet: start the run again" in capfd.readouterr().err
+        return
+    assert f"states/{kept}: continue with --resume=auto" in capfd.readouterr().err
+    assert attempt(recipe, tmp_path, *options, "--resume=auto", ranks=2) == [0, 0]
+    assert outcome(tmp_path) == uninterrupted(*options, ranks=2)
+
+
+def test_a_resume_shortens_no_log_next_to_a_link_to_the_states(recipe, finished, copy, tmp_path):
+    elsewhere = tmp_path / "other" / "disk"
+    elsewhere.parent.mkdir()
+    shutil.move(copy / "states", elsewhere)
+    (copy / "states").symlink_to(elsewhere)
+    resume(recipe, copy, "--resume=auto", "--log_completions=1")
+    assert outcome(copy) == outcome(finished)
+    resume(recipe, copy, f"--resume={elsewhere / '000002'}")
+    assert outcome(copy) == outcome(finished)
+    assert [*(copy / "images").iterdir()]
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path):

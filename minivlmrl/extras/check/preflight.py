@@ -42,7 +42,7 @@ class Preflight(Callback):
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
         try_rewards(config, needs, datasets)
-        world.run_on_rank_zero(partial(check_truths, config, needs, datasets))
+        world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
