@@ -132,10 +132,10 @@ def train_stage(
     optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
     with phase("load"):
         checkpoints.restore(trainer, optimizer)
+    steps = trainer.steps(batches)  # samples nothing yet
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
-    steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
             # A due checkpoint is saved before the evaluation, so a run that is killed in the evaluation loses no step.

@@ -1,7 +1,8 @@
 """Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
 
 A group is a prompt with its completions. Ranks send each other token ids, rewards and the outputs of a frozen vision
-tower, but no images. The patches of one image can take 10 MB, so each rank reads the image files of its prompts.
+tower, but no images. The patches of one image can take 10 MB, so the new rank of a group reads the prompt's image files
+again before it can train. Therefore a group stays with its rank if a move would balance the tokens only a little.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,9 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
-from minivlmrl.trainers.rollout import RolloutTrainer
+
+# Groups move only to save a rank more than this share of the mean number of tokens on a rank.
+WORTH_MOVING = 0.05
 
 
 @dataclass
@@ -34,25 +38,26 @@ class Group:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
+def open_groups(batches: Batches, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
     """Read the rows of groups, and return each group's samples; all ranks must call this function together."""
-    rows = trainer.batches.rows([(group.index, group.key) for group in groups])
-    trainer.world.wait("read images")
+    rows = batches.rows([(group.index, group.key) for group in groups])
+    batches.world.wait("read images")
     opened = []
     for row, group, first in zip(rows, groups, first_samples, strict=True):
-        prompt = row.prompt(trainer.processor)
+        prompt = row.prompt(batches.processor)
         opened += Rollout.join([row], [prompt], [group.completions], group.rewards, first).groups
     return opened
 
 
-def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
+def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
     """Exchange groups between ranks, and return this rank's new groups, the longest first.
 
     Args:
-        groups: this rank's groups; all ranks have equally many.
+        batches: reads the rows of the groups that this rank gets from other ranks.
+        groups: this rank's groups; all ranks have the same number of groups.
         lengths: the number of tokens to train on in each group.
     """
-    world = trainer.world
+    world = batches.world
     dealt = assign(world.gather_objects(lengths))
     parcels = []  # for each rank {index of a group: (the group, its first sample's index, its image embeddings)}
     for rank, part in enumerate(dealt):
@@ -67,7 +72,7 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
     arrived = world.exchange(parcels)
     part = dealt[world.rank]
     moved = [arrived[source][i] for source, i in part if source != world.rank]
-    opened = open_groups(trainer, [group for group, _, _ in moved], [first for _, first, _ in moved])
+    opened = open_groups(batches, [group for group, _, _ in moved], [first for _, first, _ in moved])
     for samples, (_, _, embeds) in zip(opened, moved, strict=True):
         if embeds is not None:
             samples[0].prompt.vision_embeds = embeds.to(world.device)
@@ -76,10 +81,11 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 
 
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
+    """Assign groups to ranks, so that all ranks have the same number of groups and nearly the same number of tokens.
 
-    In each turn, every rank gets one group: the longest remaining group goes to the rank with the fewest tokens. In a
-    sharded model, ranks wait for each other. They wait less if their groups have similar lengths in each turn.
+    The longest remaining group goes to the rank with the fewest tokens that has room for the group. The group stays
+    with its own rank if no rank has fewer tokens by more than WORTH_MOVING of a rank's tokens, and all groups stay if
+    no rank has more than the mean by this share.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
@@ -91,14 +97,20 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # If all groups are equally long, the sort changes nothing, and each rank keeps its own groups.
-    groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
+    room = len(lengths[0])
+    groups = [(rank, i) for i in range(room) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
+    totals = list(map(sum, lengths))
+    mean = sum(totals) / len(ranks)
+    if max(totals) <= (1 + WORTH_MOVING) * mean:
+        return [[(source, i) for source, i in groups if source == rank] for rank in ranks]
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]
     tokens = [0 for _ in ranks]
-    for start in range(0, len(groups), len(ranks)):
-        fewest_first = sorted(ranks, key=tokens.__getitem__)
-        for rank, (source, i) in zip(fewest_first, groups[start : start + len(ranks)], strict=True):
-            dealt[rank].append((source, i))
-            tokens[rank] += lengths[source][i]
+    for source, i in groups:
+        load = {rank: float(tokens[rank]) for rank in ranks if len(dealt[rank]) < room}
+        if source in load:
+            load[source] -= WORTH_MOVING * mean
+        rank = min(load, key=load.__getitem__)
+        dealt[rank].append((source, i))
+        tokens[rank] += lengths[source][i]
     return dealt

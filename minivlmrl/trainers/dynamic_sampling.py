@@ -62,4 +62,4 @@ def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], cou
         local += trainer.world.share(chosen[start : start + per_step])
     G = trainer.config.num_generations
     begin = trainer.world.rank * len(local) * G
-    return Rollout(open_groups(trainer, local, range(begin, begin + len(local) * G, G)))
+    return Rollout(open_groups(trainer.batches, local, range(begin, begin + len(local) * G, G)))

@@ -106,8 +106,11 @@ class RolloutTrainer(Trainer):
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 optimizer steps, and
         each step trains on 8 prompts.
         """
-        self.batches = batches
-        for rows in batches:
+        self.batches = batches  # at once, because a trial of the largest batch also deals groups to ranks
+        return self.sampled_steps()
+
+    def sampled_steps(self) -> Iterator[Step]:
+        for rows in self.batches:
             rollout = self.roll_out(rows)
             size = len(rollout.groups) // self.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
@@ -184,13 +187,13 @@ class RolloutTrainer(Trainer):
         """
         if self.world.size == 1:
             return groups
-        from minivlmrl.trainers.dealing import deal
+        from minivlmrl.trainers.dealing import deal  # a run with one rank does not need it
 
         lengths = []
         for samples in kept:
             completion_tokens = sum(packed_length(sample.completion) for sample in samples)
             lengths.append(len(samples[0].prompt.input_ids) + completion_tokens)
-        return deal(self, groups, lengths)
+        return deal(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split samples into micro-batches of micro_batch_size prompts or of max_tokens_per_micro_batch tokens."""

@@ -8,6 +8,12 @@ The compiler, the assembler and the disassembler are part of the triton package.
     shared      shared memory per program, in bytes
     matrix      matrix instructions (HMMA, HGMMA, UTCHMMA)
     wide        loads and stores that move 16 bytes
+    unwritten   registers that the kernel reads, but never writes
+
+Another version of Triton needs only its wheel:
+
+pip install --no-deps --target DIR triton
+PYTHONPATH=DIR python tests/helpers/kernel_builds.py 90
 """
 
 import json
@@ -20,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from machine_code import unwritten_registers
 
 from minivlmrl.kernels import decode_attention as decoding
 from minivlmrl.kernels import nf4_unpack
@@ -118,27 +125,36 @@ def nf4_build(dtype: str) -> Build:
     return Build(f"nf4 unpack {dtype}", nf4_unpack._kernel, given, sizes, enable_fp_fusion=False)
 
 
-def all_builds() -> list[Build]:
-    builds = [*log_softmax_builds(), *decode_builds("bf16"), *map(nf4_build, DTYPES)]
+def all_builds(arch: int) -> list[Build]:
+    """Return all builds, or below sm_80 only the builds without matrix products.
+
+    GPUs below sm_80 have no matrix instructions for bfloat16. Without them, the assembler takes over ten minutes.
+    """
+    builds = [*log_softmax_builds(), *map(nf4_build, DTYPES)]
+    if arch < 80:
+        return builds
+    builds += decode_builds("bf16")
     for size in WINDOWS:
         builds += window_builds("bf16", *size)
     return builds
 
 
-def inspect(build: Build, arch: str) -> dict[str, int]:
+def inspect(build: Build, arch: int) -> dict[str, Any]:
     """Compile a kernel for one NVIDIA architecture, and count what its machine code needs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        compiled = compile_ahead(build, int(arch))
+        compiled = compile_ahead(build, arch)
         file.write(compiled.asm["cubin"])
         file.flush()
-        # each line has an address and an instruction, which may begin with a predicate: /*0100*/ @P0 LDG.E.128 ...
-        opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?([^\s;]+)", disassemble(file.name))
+        sass = disassemble(file.name)
+    # each line has an address and an instruction, which may begin with a predicate: /*0100*/ @P0 LDG.E.128 ...
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?([^\s;]+)", sass)
     memory = [op for op in opcodes if op.startswith(("LDG", "STG", "LDGSTS", "UBLKCP"))]
     return {
         "spills": sum(op.startswith(("LDL", "STL")) for op in opcodes),
         "shared": compiled.metadata.shared,
         "matrix": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA")) for op in opcodes),
         "wide": sum(".128" in op for op in memory),
+        "unwritten": sorted(unwritten_registers(sass)),
     }
 
 
@@ -161,4 +177,6 @@ def disassemble(cubin: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({build.name: inspect(build, sys.argv[1]) for build in all_builds()}))
+    arch = int(sys.argv[1])
+    rows = {build.name: inspect(build, arch) for build in all_builds(arch)}
+    print(json.dumps({"triton": triton.__version__, "builds": rows}))

@@ -1,0 +1,75 @@
+"""Simulate how evenly the ranks of a run train if completions have different lengths. No GPU is needed.
+
+python benchmarks/dealing.py    # some seconds
+
+Each rank has 8 prompts of 1,224 tokens, and 8 completions of 64 to 4,096 tokens for each prompt. The logarithm of a
+completion's length is normal. The columns are means over many simulated steps:
+
+    own groups    tokens of the rank with the most tokens / mean of the ranks, if each rank trains on its own groups
+    dealt         the same, after minivlmrl/trainers/dealing.py has exchanged groups between the ranks
+    lock-step     if ranks also wait for each other in each micro-batch, as in a sharded model without once_per_step
+    moved         share of the groups that another rank trains on; the other rank reads the images again
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from minivlmrl.trainers.dealing import assign
+
+PROMPTS = GENERATIONS = 8
+PROMPT_TOKENS, SHORTEST, LONGEST = 1224, 64, 4096
+# median length, standard deviation of the logarithm, and the share of its variance that a prompt's completions share
+DISTRIBUTIONS = {
+    "nearly equal": (240, 0.1, 0.3),
+    "short": (200, 0.6, 0.3),
+    "easy and hard prompts": (400, 0.8, 0.7),
+    "long": (800, 1.0, 0.3),
+    "long, easy and hard prompts": (800, 1.0, 0.7),
+}
+
+
+def draw_lengths(ranks: int, distribution: str, generator: torch.Generator) -> Tensor:
+    """Draw the number of tokens in each group of each rank: (ranks, PROMPTS)."""
+    median, sigma, share = DISTRIBUTIONS[distribution]
+    of_prompts = torch.randn(ranks, PROMPTS, 1, generator=generator)
+    of_completions = torch.randn(ranks, PROMPTS, GENERATIONS, generator=generator)
+    deviations = math.sqrt(share) * of_prompts + math.sqrt(1 - share) * of_completions
+    lengths = (median * (sigma * deviations).exp()).clamp(SHORTEST, LONGEST).round()
+    return PROMPT_TOKENS + lengths.sum(2)
+
+
+def deal(lengths: Tensor) -> tuple[Tensor, float]:
+    """Deal groups, and return the new lengths (ranks, PROMPTS) and the share of the groups that move."""
+    parts = assign(lengths.tolist())
+    moved = [source != rank for rank, part in enumerate(parts) for source, _ in part]
+    return torch.stack([torch.stack([lengths[group] for group in part]) for part in parts]), sum(moved) / len(moved)
+
+
+def imbalance(lengths: Tensor) -> float:
+    """Return the number of tokens on the rank with the most tokens, divided by the mean of the ranks."""
+    return (lengths.sum(1).max() / lengths.sum(1).mean()).item()
+
+
+def lock_step(lengths: Tensor) -> float:
+    """Return the sum of the longest group of each micro-batch, divided by the mean tokens of the ranks."""
+    return (lengths.amax(0).sum() / lengths.sum(1).mean()).item()
+
+
+def main():
+    generator = torch.Generator().manual_seed(0)
+    print("| completions | ranks | own groups | dealt | lock-step | moved |\n|---|---|---|---|---|---|")
+    for distribution in DISTRIBUTIONS:
+        for ranks, steps in ((8, 100), (64, 20)):
+            rows = []
+            for _ in range(steps):
+                lengths = draw_lengths(ranks, distribution, generator)
+                dealt, moved = deal(lengths)
+                rows.append([imbalance(lengths), imbalance(dealt), lock_step(dealt), moved])
+            own, once, locked, moved = torch.tensor(rows).mean(0).tolist()
+            print(f"| {distribution} | {ranks} | {own:.2f} | {once:.2f} | {locked:.2f} | {moved:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
