@@ -5,8 +5,10 @@ to bfloat16 would change a logit near 20 by up to 0.06. Qwen2.5 has attention sc
 change by up to 0.5.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,13 +24,41 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         out: memory for the result; only supported for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
-    # torch.mm and torch.bmm support the argument out_dtype only on CUDA.
-    if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
+    if a.dtype == out_dtype or not has_float32_products(a.device):
         return _convert_and_multiply(a.to(out_dtype), b, out)
     if a.dim() == 2:
         return torch.mm(a, b, out_dtype=out_dtype, out=out)
     products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=out_dtype)
     return products.unflatten(0, a.shape[:-2])
+
+
+@cache
+def has_float32_products(device: torch.device) -> bool:
+    """Return True if a device multiplies 16-bit matrices with a float32 result.
+
+    NVIDIA GPUs from compute capability 8.0 on do. Nobody has run an older GPU, so a small product is tried there. If it
+    fails, a warning says that float32 copies of the matrices replace such products.
+    """
+    # torch.mm, torch.bmm and torch.addmm support the argument out_dtype only on CUDA.
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return True
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        product = torch.mm(ones, ones, out_dtype=torch.float32)
+    except RuntimeError as error:
+        failure = str(error).partition("\n")[0]
+    else:
+        if bool((product == 16).all()):
+            return True
+        failure = "the result is wrong"
+    warnings.warn(
+        f"The GPU {torch.cuda.get_device_name(device)} cannot multiply bfloat16 matrices with a float32 result "
+        f"({failure}). Float32 copies of the matrices take more time and memory",
+        stacklevel=3,
+    )
+    return False
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

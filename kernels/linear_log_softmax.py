@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import DTYPES, backend_for
-from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.kernels.float32_matmul import float32_matmul, has_float32_products
 from minivlmrl.kernels.selective_log_softmax import (
     check_temperature,
     differences_,
@@ -162,10 +162,10 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product a @ b to `total` in place; `total` is float32 or float64, and the factors may have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and torch.version.hip is None:
+    elif has_float32_products(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # Without CUDA, PyTorch has no product of 16-bit matrices with a float32 result, so a @ b has 16 bits.
+        # The device has no product of 16-bit matrices with a float32 result, so a @ b has 16 bits.
         total += a @ b
 
 

@@ -1,7 +1,8 @@
-"""Compare each Triton kernel with float64 on the CPU, for the head dimensions of real models.
+"""Compare bfloat16 products and each Triton kernel with float64 on the CPU, for the sizes of real models.
 
-    python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
+    python -m minivlmrl.kernels.self_test                              # everything, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
+    python -m minivlmrl.kernels.self_test cuda:0 float32_matmul        # for GPUs without our Triton kernels: T4, V100
 
 A compiler can translate a kernel wrongly for one GPU. On Hopper GPUs, Triton 3.6 and 3.7 made attention outputs 30 to
 40 % wrong (triton-lang/triton#11366).
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.kernels.decode_attention import decode_attention
+from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
@@ -46,6 +48,15 @@ def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], d
     exact_gradients = torch.autograd.grad(expected, exact_leaves, upstream.double())
     pairs = zip((actual, *gradients), (expected.detach(), *exact_gradients), strict=True)
     return [relative_error(x, exact) for x, exact in pairs]
+
+
+def check_float32_matmul(device: str) -> list[float]:
+    """Check the products of 16-bit matrices, and of batches of matrices, with a float32 result."""
+    errors = []
+    for leading in ((), (2, 3)):
+        a, b = (torch.randn(*leading, *size).to(DTYPE) for size in ((40, 256), (256, 80)))
+        errors.append(relative_error(float32_matmul(a.to(device), b.to(device)), a.double() @ b.double()))
+    return errors
 
 
 def check_windows(device: str) -> list[float]:
@@ -131,6 +142,7 @@ def check_nf4(device: str) -> list[float]:
 
 
 CHECKS = {
+    "float32_matmul": check_float32_matmul,
     "window_attention": check_windows,
     "decode_attention": check_decoding,
     "selective_log_softmax": check_selective_log_softmax,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.kernels.float32_matmul import float32_matmul, has_float32_products
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=["matrices", "batches"])
@@ -28,3 +29,34 @@ def test_a_wide_factor_is_converted_in_pieces(monkeypatch, given, dtype):
     found = float32_matmul(a, b, out)
     assert out is None or found.data_ptr() == out.data_ptr()
     torch.testing.assert_close(found.double(), a.double() @ b.double(), atol=1e-5, rtol=1e-6)
+
+
+def refuses(*arguments, out_dtype, **options):
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx\nadvice")
+
+
+def wrong(a, b, out_dtype, out=None):
+    return torch.zeros(len(a), b.shape[1], dtype=out_dtype, device=a.device)
+
+
+@pytest.mark.parametrize(("product", "reason"), [(refuses, "CUBLAS_STATUS_NOT_SUPPORTED"), (wrong, "is wrong")])
+def test_a_gpu_without_such_products_gets_float32_copies(product, reason, monkeypatch):
+    """Nobody has run a T4, so the first product tries what its cuBLAS supports."""
+    has_float32_products.cache_clear()
+    a, b = torch.randn(5, 16).bfloat16(), torch.randn(16, 7).bfloat16()
+    with PretendCuda():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        monkeypatch.setattr(torch, "mm", product)
+        with pytest.warns(UserWarning, match=f"GPU no GPU cannot multiply bfloat16 matrices .*{reason}"):
+            assert not has_float32_products(CUDA)
+        found = float32_matmul(a.to(CUDA), b.to(CUDA)).cpu()
+    has_float32_products.cache_clear()
+    torch.testing.assert_close(found, a.float() @ b.float())
+
+
+def test_a_gpu_with_such_products_gets_no_copies(monkeypatch):
+    has_float32_products.cache_clear()
+    with PretendCuda():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert has_float32_products(CUDA)
+    has_float32_products.cache_clear()
