@@ -118,7 +118,9 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("text", "size"), [
-    ("10.5", 10.5), ("A100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("Tesla V100-SXM2-32GB", 32),
+    ("10.5", 10.5), ("A100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("Tesla V100-SXM2-32GB", 32), ("4060 Ti", 16),
+    ("5070 Ti", 16), ("5080", 16), ("A5000", 24), ("3080", 10), ("NVIDIA GeForce RTX 3080 Ti", 12), ("4070", 12),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", 16), ("A6000", 48), ("A10G", 24), ("GH200", 96),
 ])  # fmt: skip
 def test_a_card_or_size_is_known(text, size):
     assert find_gpu(text)[0] == size * GB
@@ -131,7 +133,7 @@ def test_auto_is_what_is_free_on_the_card(monkeypatch):
     assert find_gpu("auto") == (15 * GB, find_card("T4"))
 
 
-@pytest.mark.parametrize("text", ["RTX 9", "5080", "nan", "-8"])
+@pytest.mark.parametrize("text", ["RTX 9", "2080", "nan", "-8"])
 def test_a_card_that_is_not_known_is_no_size(text):
     with pytest.raises(ValueError, match=f"--gpu_memory is '{text}', but it must be GB, auto or one of B200, GH200"):
         find_gpu(text)

@@ -113,7 +113,7 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 5080 is a card that is not in CARDS
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card that is not in CARDS
         return float(text) * GB, None
     raise ValueError(f"--gpu_memory is {text!r}, but it must be GB, auto or one of {', '.join(CARDS)}")
 

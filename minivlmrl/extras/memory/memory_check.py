@@ -35,8 +35,8 @@ from minivlmrl.trainers.base import Trainer
 
 # names of a step's phases in the memory estimate, and the matching names in memory/out_of_memory.py
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-# items of a memory estimate, such as weights, that do not grow with the prompts or the batch
-STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
+# items of a memory estimate that are models
+MODELS = "weights", "reference", "critic", "policy"
 
 
 class MemoryCheck(Callback):
@@ -90,9 +90,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
-    items = phases[phase]
-    is_stored = max(items, key=lambda name: items[name]) in STORED
-    ways = cures(question.run, stage, "weights" if is_stored else MEASURED[phase], gpus)
+    ways = cures(question.run, stage, cause(phase, phases[phase]), gpus)
     row = (question.held_out if phase == "evaluation" else question.rows)[0]
     row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
     if row.where:
@@ -109,6 +107,16 @@ def refusal(question: MemoryQuestion, available: float) -> str:
         f"{fits}Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
         "docs/memory.md explains these options; --check_memory=false skips this check."
     )
+
+
+def cause(phase: str, items: dict[str, float]) -> str:
+    """Return the key in CURES of out_of_memory.py for the largest item of a phase."""
+    largest = max(items, key=items.__getitem__)
+    if largest in MODELS:
+        return "weights"
+    if largest in ("optimizer", "gradients") or (largest == "gathered" and phase in ("rollout", "evaluation")):
+        return largest
+    return MEASURED[phase]
 
 
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:

@@ -82,7 +82,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
-# {phase of a run: options that lower its memory, the most effective option first}
+# {phase of a run, or item of a memory estimate: options that lower its memory, the most effective option first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -91,12 +91,14 @@ CURES = {
     "forward": TRAINING,
     "backward": TRAINING,
     "update": TRAINING,
-    "optimizer": ("lora", "8-bit moments", "bfloat16"),
+    "optimizer": ("sharding", "lora", "8-bit moments", "bfloat16"),
+    "gradients": ("communication", "sharding", "lora", "bfloat16"),
+    "gathered": ("layer by layer", "nf4", "bfloat16"),
 }
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return command-line options that lower the memory of a phase, such as --adapter.r=16."""
+    """Return command-line options that lower the memory of a phase or an item in CURES, such as --adapter.r=16."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
