@@ -8,9 +8,10 @@ A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution":
 adds a sentence to this question, which asks for an answer in the form <think>...</think>
 <answer>...</answer>: only this form earns a reward. SFT imitates given answers. GRPO samples
 several answers to a question, and makes those with more reward more likely. DPO makes a chosen
-answer more likely than a rejected one. Read minimal.py from top to bottom: a line such as
-"# ---- A -> B" says that the next part takes A and returns B. The package has what minimal.py
-lacks:
+answer more likely than a rejected one.
+
+Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
+and returns B. The package has what minimal.py lacks:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
 - log-probabilities without storing all logits: kernels/linear_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
@@ -26,9 +27,13 @@ import argparse
 import copy
 import json
 import math
+import os
 import random
 import re
 import shutil
+import sys
+import tempfile
+import unicodedata
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +55,11 @@ from torch.utils.checkpoint import checkpoint
 # width D, and the vocabulary has V tokens. In the published models, a patch has 1176 values:
 # 3 channels x 2 frames x 14 x 14 pixels.
 
+
+class InputError(ValueError):
+    """A file, a row or an option that minimal.py cannot use; its message is printed alone."""
+
+
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
 MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green and blue in CLIP's images
@@ -57,10 +67,16 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 
 
 def load_image(file) -> PIL.Image.Image:
-    """Open an image in RGB, apply its EXIF rotation, and replace transparency by white."""
-    image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+    """Open an image in RGB, apply its EXIF rotation, and replace transparency with white."""
+    image = file
+    if not isinstance(file, PIL.Image.Image):
+        try:
+            image = PIL.Image.open(file)
+            image.load()
+        except OSError as error:
+            raise InputError(f"{file} cannot be read as an image: {error}") from error
     if image.mode[0] in "IF":  # Pillow would make nearly every pixel white or black
-        raise ValueError(f"{file}: save the image with 8 bits per colour")
+        raise InputError(f"{file}: save the image with 8 bits per color")
     image = PIL.ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
@@ -74,7 +90,8 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
     rounded = np.round(sides / factor) * factor
     if rounded.prod() > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
-        rounded = np.maximum(factor, np.floor(sides / shrink / factor) * factor)
+        rounded = np.floor(sides / shrink / factor) * factor
+        rounded = np.maximum(factor, rounded)
     elif rounded.prod() < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         rounded = np.ceil(sides * grow / factor) * factor
@@ -84,20 +101,29 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
 
-    An image token has merge x merge neighbouring patches, which are consecutive rows of the result.
+    An image token has merge x merge neighboring patches, which are consecutive rows of the result.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
-    pixels = (np.asarray(image) / 255).astype(np.float32)  # (height, width, 3), from 0 to 1
-    pixels = (pixels - MEAN) / STD
+    pixels = np.asarray(image) / 255  # (height, width, 3), from 0 to 1
+    pixels = (pixels.astype(np.float32) - MEAN) / STD
     frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
-    h, w = height // patch, width // patch
-    # The axes of x are: frame; row of the image token, row of the patch in the token, y in the
-    # patch; column of the image token, column of the patch in the token, x in the patch; channel
-    x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
+    h = height // patch
+    w = width // patch
+    x = frames.reshape(
+        2,  # axis 0: the frame
+        h // merge,  # 1: row of the image token
+        merge,  # 2: row of the patch in its token
+        patch,  # 3: y of the pixel in its patch
+        w // merge,  # 4: column of the image token
+        merge,  # 5: column of the patch in its token
+        patch,  # 6: x of the pixel in its patch
+        3,  # 7: the channel
+    )
     # The patches of an image token become consecutive, and the values of a patch are ordered by
     # channel, frame, y and x.
-    patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
+    x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
 
@@ -128,17 +154,26 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
         problem = "<image>" * len(image_lengths) + problem
     first, *texts = problem.split("<image>")
     if len(texts) != len(image_lengths):
-        raise ValueError(f"{len(texts)} <image> in {problem!r}, but {len(image_lengths)} images")
-    names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    # Each variable is a list with one id: `pad * 3` contains the id of <|image_pad|> three times.
-    start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
+        raise InputError(f"{problem!r} has {len(texts)} <image>, but {len(image_lengths)} images")
+
+    def control(name):
+        """Return a list with the id of a control token; a user's text never has such an id."""
+        return [tokenizer.token_to_id(f"<|{name}|>")]
+
+    start = control("im_start")
+    end = control("im_end")
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
-        pieces += [open_image, pad * length, close_image, text]
+        pieces.append(control("vision_start"))
+        pieces.append(control("image_pad") * length)  # the vision tower fills these places
+        pieces.append(control("vision_end"))
+        pieces.append(text)
     pieces += [end, "\n", start, "assistant\n"]
     ids = []
     for piece in pieces:
-        ids += to_ids(tokenizer, piece) if isinstance(piece, str) else piece
+        if isinstance(piece, str):
+            piece = to_ids(tokenizer, piece)
+        ids += piece
     return ids
 
 
@@ -151,13 +186,17 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
         row    0 1 | 2 2 2 3 3 3 | 5
         column 0 1 | 2 3 4 2 3 4 | 5
     """
-    pieces = []
     grids = iter(grids)
-    position = done = 0
+    pieces = []
+    position = 0
+    done = 0
     while done < len(ids):
-        rows, columns = next(grids) if ids[done] == image_token else (1, 1)  # text is 1 x 1
-        axes = torch.zeros(1).long(), torch.arange(rows), torch.arange(columns)
-        pieces.append(position + torch.cartesian_prod(*axes).T)
+        rows, columns = 1, 1  # a text token is like an image of 1 x 1
+        if ids[done] == image_token:
+            rows, columns = next(grids)
+        time = torch.zeros(1, dtype=torch.long)
+        offsets = torch.cartesian_prod(time, torch.arange(rows), torch.arange(columns))
+        pieces.append(position + offsets.T)  # (3, rows * columns)
         position += max(rows, columns)
         done += rows * columns
     return torch.cat(pieces, 1)
@@ -166,14 +205,17 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
 def make_prompt(model, row) -> Prompt:
     """Convert the images and the question of a row to the inputs of the model."""
     vision = model.config["vision_config"]
+    patch = vision["patch_size"]
     merge = vision["spatial_merge_size"]
     device = model.lm_head.weight.device
     images = []
+    grids = []  # rows and columns of image tokens
     for file in row["images"]:
-        patches, h, w = patchify(load_image(file), vision["patch_size"], merge, *model.pixels)
+        patches, h, w = patchify(load_image(file), patch, merge, *model.pixels)
         images.append((patches.to(device), h, w))
-    grids = [(h // merge, w // merge) for _, h, w in images]  # rows and columns of tokens
-    ids = render(model.tokenizer, row["problem"], [rows * columns for rows, columns in grids])
+        grids.append((h // merge, w // merge))
+    image_lengths = [rows * columns for rows, columns in grids]
+    ids = render(model.tokenizer, row["problem"], image_lengths)
     positions = mrope_positions(ids, grids, model.config["image_token_id"])
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
@@ -191,12 +233,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = F.silu(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
 
 
 def frequencies(count, theta, device) -> Tensor:
     """Return the frequencies of rotary embeddings, from 1 to about 1 / theta: (count,)."""
-    return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
+    exponents = torch.arange(count, dtype=torch.float32, device=device) / count
+    return 1.0 / theta**exponents
 
 
 def rotate(x, angles) -> Tensor:
@@ -205,7 +249,8 @@ def rotate(x, angles) -> Tensor:
     The dot product of a rotated query and key depends only on the difference of their positions.
     """
     a, b = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
@@ -218,17 +263,21 @@ class VisionBlock(nn.Module):
         width = config["hidden_size"]
         self.heads = config["num_heads"]
         self.norm1 = nn.RMSNorm(width, 1e-6)
-        qkv, proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.attn = nn.ModuleDict({"qkv": qkv, "proj": proj})
+        self.attn = nn.ModuleDict()
+        self.attn["qkv"] = nn.Linear(width, 3 * width)
+        self.attn["proj"] = nn.Linear(width, width)
         self.norm2 = nn.RMSNorm(width, 1e-6)
         self.mlp = MLP(width, config["intermediate_size"], bias=True)
 
     def forward(self, x, angles, mask):
         qkv = self.attn["qkv"](self.norm1(x))  # (P, 3 * width)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)  # (H, P, D)
-        q, k = rotate(q, angles), rotate(k, angles)
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))  # (P, 3, H, D)
+        q, k, v = qkv.permute(1, 2, 0, 3)  # (H, P, D) each
+        q = rotate(q, angles)
+        k = rotate(k, angles)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]  # a batch of one
-        x = x + self.attn["proj"](out.transpose(0, 1).flatten(1))
+        out = out.transpose(0, 1).flatten(1)  # (P, width)
+        x = x + self.attn["proj"](out)
         return x + self.mlp(self.norm2(x))
 
 
@@ -237,34 +286,46 @@ class Vision(nn.Module):
         super().__init__()
         self.config = config
         width = config["hidden_size"]
-        size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
         # A linear layer for each patch, which checkpoints store as a Conv3d
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
+        kernel = (2, config["patch_size"], config["patch_size"])
+        self.patch_embed = nn.ModuleDict()
+        self.patch_embed["proj"] = nn.Conv3d(3, width, kernel, kernel, bias=False)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
-        mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
-        self.merger = nn.ModuleDict({"ln_q": nn.RMSNorm(width, 1e-6), "mlp": nn.Sequential(*mlp)})
+        self.merger = nn.ModuleDict()
+        self.merger["ln_q"] = nn.RMSNorm(width, 1e-6)
+        self.merger["mlp"] = nn.Sequential(
+            nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])
+        )
 
     def forward(self, patches, h, w):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
         x = x.to(kernels.dtype)  # autocast gave bfloat16; the sum over blocks must be float32
-        # The row and the column of each patch, in the order of the patches: (P, 2)
+
+        # The row and the column of each patch, in the order of the patches
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
-        places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-        places = places.reshape(h * w, 2)
-        # Half of a patch's rotary angles come from its row, half from its column: (P, D/2)
-        count = self.config["hidden_size"] // self.config["num_heads"] // 4
-        angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
-        # In most blocks, a patch attends only to patches in the same window of the image.
+        places = places.view(h // merge, merge, w // merge, merge, 2)
+        places = places.transpose(1, 2).reshape(h * w, 2)  # (P, 2)
+
+        # Half of a patch's rotary angles come from its row, half from its column.
+        head_width = self.config["hidden_size"] // self.config["num_heads"]
+        steps = frequencies(head_width // 4, 10000.0, x.device)
+        angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
+
+        # If each patch attends to all, the cost grows with the square of P. So in most blocks, a
+        # patch attends only to patches in the same window of the image.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
-        windows = places // (side // merge * merge)  # a token's patches are in one window
+        side = side // merge * merge  # a token's patches are in one window
+        windows = places // side
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
+
         for i, block in enumerate(self.blocks):
             sees_all = i in self.config["fullatt_block_indexes"]
             x = block(x, angles, None if sees_all else same_window)
-        x = self.merger["ln_q"](x).view(h * w // merge**2, -1)  # (P / 4, 4 * width)
+        x = self.merger["ln_q"](x)
+        x = x.view(h * w // merge**2, -1)  # (P / 4, 4 * width)
         return self.merger["mlp"](x)
 
 
@@ -296,24 +357,29 @@ class Layer(nn.Module):
         k = rotate(self.project("k_proj", normed), angles)
         v = self.project("v_proj", normed)
         if past is not None:  # a cache of only the prompt has one row, which all n rows share
-            k = torch.cat([past[0].expand(len(x), -1, -1, -1), k], 2)
-            v = torch.cat([past[1].expand(len(x), -1, -1, -1), v], 2)
+            past_k, past_v = past
+            k = torch.cat([past_k.expand(len(x), -1, -1, -1), k], 2)
+            v = torch.cat([past_v.expand(len(x), -1, -1, -1), v], 2)
         # Several query heads share one head of keys and values (arXiv 2305.13245).
         shared_k = k.repeat_interleave(self.queries_per_key, 1)
         shared_v = v.repeat_interleave(self.queries_per_key, 1)
-        out = F.scaled_dot_product_attention(q, shared_k, shared_v, mask)
-        x = x + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+        out = F.scaled_dot_product_attention(q, shared_k, shared_v, mask)  # (n, H, L, D)
+        out = out.transpose(1, 2).flatten(2)  # (n, L, E)
+        x = x + self.self_attn["o_proj"](out)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, (k, v)
 
 
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
         layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
         self.visual = Vision(config["vision_config"])
-        self.model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.model = nn.ModuleDict()
+        self.model["layers"] = nn.ModuleList(layers)
         self.model["embed_tokens"] = nn.Embedding(config["vocab_size"], width)
         self.model["norm"] = nn.RMSNorm(width, config["rms_norm_eps"])
         self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
@@ -323,24 +389,28 @@ class QwenVL(nn.Module):
 
         `cache` holds the keys and values of earlier tokens. If there are images, n must be 1.
         """
-        x = self.model["embed_tokens"](ids)
+        x = self.model["embed_tokens"](ids)  # (n, L, E)
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
             x = x.masked_scatter(is_image, tokens.to(x.dtype))
+
         # With M-RoPE sections [4, 6, 6], the first 4 rotary frequencies turn with a token's
         # position in time, the next 6 with its row, and the last 6 with its column.
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
-        axis = torch.arange(3, device=x.device).repeat_interleave(sections)
-        theta = self.config["rope_theta"]
-        angles = positions[axis].T * frequencies(len(axis), theta, x.device)  # (L, D/2)
+        axis = torch.arange(3, device=x.device).repeat_interleave(sections)  # (D/2,)
+        steps = frequencies(len(axis), self.config["rope_theta"], x.device)
+        angles = positions[axis].T * steps  # (L, D/2)
+
         # Example: with 2 cached tokens and 2 new ones, the causal mask has the rows 1110 and 1111.
         before = cache[0][0].shape[2] if cache else 0
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
+
         new_cache = []
         for i, layer in enumerate(self.model["layers"]):
-            x, keys_and_values = layer(x, angles, mask, cache[i] if cache else None)
+            past = cache[i] if cache else None
+            x, keys_and_values = layer(x, angles, mask, past)
             new_cache.append(keys_and_values)
         return self.model["norm"](x), new_cache
 
@@ -348,63 +418,153 @@ class QwenVL(nn.Module):
 # ---- Folder in Hugging Face's format -> model with tokenizer, and back
 
 # Values that transformers leaves out of a saved vision_config, because they are its defaults
-VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
-VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
-VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-# prefixes of control tokens; if a user writes such a token in a question, it is ordinary text
+VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+# minimal.py computes only these values of some settings. With another value in its folder, the
+# model would be trained as a different model, so `refuse_other` ends the run.
+LANGUAGE_ONLY = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+VISION_ONLY = {"hidden_act": "silu", "in_channels": 3, "in_chans": 3, "temporal_patch_size": 2}
+ROPE_ONLY = {"partial_rotary_factor": 1.0, "mrope_interleaved": False}
+IMAGES_ONLY = {
+    "do_resize": True,
+    "resample": 3,  # Pillow's number of BICUBIC
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": MEAN.tolist(),
+    "image_std": STD.tolist(),
+    "temporal_patch_size": 2,
+}
+# Prefixes of control tokens; if a user writes such a token in a question, it is ordinary text.
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
-def write(file, values):
-    Path(file).write_text(json.dumps(values, indent=2))
+def read_json(file):
+    try:
+        return json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+
+
+def write_json(file, values):
+    Path(file).write_text(json.dumps(values, indent=2), "utf-8")
+
+
+def refuse_other(file, settings, only):
+    """Raise InputError if a file has a setting with another value than `only`."""
+    for key, value in only.items():
+        found = settings.get(key)
+        if found is None or found == value:
+            continue
+        if isinstance(value, float | list) and np.allclose(found, value, atol=1e-6):
+            continue
+        raise InputError(f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
 
 
 def read_config(folder) -> dict:
     """Read config.json. transformers 5 writes the language model's options into text_config."""
-    config = json.loads(Path(folder, "config.json").read_text())
-    if config["model_type"] != "qwen2_5_vl":
-        raise ValueError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
+    file = Path(folder, "config.json")
+    config = read_json(file)
+    if config.get("model_type") != "qwen2_5_vl":
+        raise InputError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
     known = {key: value for key, value in config.items() if value is not None}
-    config = config.get("text_config", {}) | known
-    config["vision_config"] = VISION_DEFAULTS | config["vision_config"]
+    config = {**config.get("text_config", {}), **known}
+    refuse_other(file, config, LANGUAGE_ONLY)
+
+    vision = {**VISION_DEFAULTS, **config["vision_config"]}
+    refuse_other(file, vision, VISION_ONLY)
+    refuse_other(file, vision, {"out_hidden_size": config["hidden_size"]})
+    config["vision_config"] = vision
+
     rope = config.get("rope_parameters") or config["rope_scaling"]
     config["mrope_section"] = rope["mrope_section"]
     config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ("default", "mrope"):
+        raise InputError(f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
+    refuse_other(file, rope, ROPE_ONLY)
+    frequency_count = config["hidden_size"] // config["num_attention_heads"] // 2
+    if sum(rope["mrope_section"]) != frequency_count:
+        raise InputError(f"{file}: the sum of mrope_section must be {frequency_count}")
     return config
+
+
+def read_pixels(folder, vision, max_pixels) -> tuple[int, int]:
+    """Return the smallest and the largest area of an image in pixels."""
+    file = folder / "preprocessor_config.json"
+    if file.exists():
+        settings = read_json(file)
+    else:  # transformers 5
+        file = folder / "processor_config.json"
+        settings = read_json(file)["image_processor"]
+    refuse_other(file, settings, IMAGES_ONLY)
+    refuse_other(file, settings, {"patch_size": vision["patch_size"]})
+    refuse_other(file, settings, {"merge_size": vision["spatial_merge_size"]})
+    size = settings.get("size") or {}
+    smallest = settings.get("min_pixels") or size["shortest_edge"]
+    largest = max_pixels or settings.get("max_pixels") or size["longest_edge"]
+    if smallest > largest:
+        raise InputError(f"{file}: an image has at least {smallest} pixels, but at most {largest}")
+    return smallest, largest
+
+
+def read_weights(folder, device, dtype) -> dict[str, Tensor]:
+    """Read the tensors of a folder from one file, or from the files that its index names."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        index = read_json(folder / "model.safetensors.index.json")
+        names = sorted(set(index["weight_map"].values()))
+    weights = {}
+    for file in names:
+        for name, weight in load_file(folder / file, str(device)).items():
+            name = name.replace("model.visual.", "visual.").replace("language_model.", "")
+            weights[name] = weight.to(dtype)
+    return weights
 
 
 def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
     folder = Path(folder)
-    config = read_config(folder)
-    with torch.device("meta"):  # no memory for weights, which the files contain
-        model = QwenVL(config)
-    weights = {}
-    for file in folder.glob("model*.safetensors"):
-        for name, weight in load_file(file, str(device)).items():
-            name = name.replace("model.visual.", "visual.").replace("language_model.", "")
-            weights[name] = weight.to(dtype)
-    if config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if config["tie_word_embeddings"]:  # assign=True has made two parameters
-        model.lm_head.weight = model.model["embed_tokens"].weight
-    if (folder / "preprocessor_config.json").exists():
-        settings = json.loads((folder / "preprocessor_config.json").read_text())
-    else:  # transformers 5
-        settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
-    size = settings.get("size", {})
-    smallest = settings.get("min_pixels") or size["shortest_edge"]
-    largest = settings.get("max_pixels") or size["longest_edge"]
-    model.pixels = (smallest, max_pixels or largest)
+    try:
+        config = read_config(folder)
+        is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
+        with torch.device("meta"):  # no memory for weights, which the files contain
+            model = QwenVL(config)
+        model.pixels = read_pixels(folder, config["vision_config"], max_pixels)
+    except KeyError as error:
+        raise InputError(f"{folder}: its JSON files have no {error}") from error
+    model.folder = folder
+
     # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
     # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
-    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    tokenizer = read_json(folder / "tokenizer.json")
     for token in tokenizer["added_tokens"]:
         token["special"] = token["content"].startswith(STRUCTURE)
     model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
     model.tokenizer.encode_special_tokens = True
-    model.folder = folder
+    if model.tokenizer.token_to_id("<|image_pad|>") != config["image_token_id"]:
+        raise InputError(f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
+
+    weights = read_weights(folder, device, dtype)
+    if is_tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    if is_tied:  # assign=True has made two parameters
+        model.lm_head.weight = model.model["embed_tokens"].weight
     return model
 
 
@@ -415,21 +575,35 @@ def save(model, folder):
     for file in model.folder.iterdir():  # settings and files of the tokenizer
         if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
             shutil.copy(file, folder)
+
     weights = model.state_dict()
     if model.config["tie_word_embeddings"]:
         del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((model.folder / "config.json").read_text())
+
+    config = read_json(folder / "config.json")
     config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
     config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    write(folder / "config.json", config)
+    write_json(folder / "config.json", config)
+
+    # The saved model must see images as large as those that it was trained on.
+    smallest, largest = model.pixels
+    for file in (folder / "preprocessor_config.json", folder / "processor_config.json"):
+        settings = read_json(file) if file.exists() else {}
+        images = settings.get("image_processor", settings)
+        if "patch_size" in images:
+            images["min_pixels"] = smallest
+            images["max_pixels"] = largest
+            images["size"] = {"shortest_edge": smallest, "longest_edge": largest}
+            write_json(file, settings)
 
 
 # ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
 
 # A decorator: on a GPU, products are computed in bfloat16. Weights and norms stay float32, because
 # bfloat16 has 8 significant bits and rounds most updates at a learning rate of 1e-6 to nothing.
-in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available())
+HAS_GPU = torch.cuda.is_available()
+in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=HAS_GPU)
 
 
 @in_bfloat16
@@ -443,12 +617,13 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-    states = states.expand(G, -1, -1)
+    states = states.expand(G, -1, -1)  # the prompt is computed once for all G completions
     goes_on = torch.ones(G, dtype=torch.bool, device=ends.device)
     ids = []
     mask = []
     for t in range(max_new_tokens):
-        probabilities = model.lm_head(states[:, -1]).float().softmax(-1)  # (G, V)
+        logits = model.lm_head(states[:, -1])  # (G, V)
+        probabilities = logits.float().softmax(-1)
         token = torch.multinomial(probabilities, 1)  # (G, 1)
         ids.append(token)
         mask.append(goes_on)
@@ -471,9 +646,11 @@ def log_probabilities(model, prompt, completions) -> Tensor:
     positions = prompt.positions.max() + 1 + torch.arange(T, device=completions.device)
     after, _ = model(completions, positions.expand(3, T), cache)
     # The last token of the prompt predicts the first token of a completion.
-    states = torch.cat([states[:, -1:].expand(G, -1, -1), after[:, :-1]], 1)  # (G, T, E)
+    last = states[:, -1:].expand(G, -1, -1)
+    states = torch.cat([last, after[:, :-1]], 1)  # (G, T, E)
     logits = model.lm_head(states)  # (G, T, V)
-    return logits.log_softmax(-1).gather(-1, completions[..., None]).squeeze(-1)
+    logps = logits.log_softmax(-1)
+    return logps.gather(-1, completions[..., None]).squeeze(-1)
 
 
 def decode(model, completions, mask) -> list[str]:
@@ -485,9 +662,12 @@ def decode(model, completions, mask) -> list[str]:
 
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
     """Tokenize G given answers, pad them, and return their ids and mask, both (G, T)."""
-    end = model.tokenizer.token_to_id("<|im_end|>")
     device = model.lm_head.weight.device
-    ids = [torch.tensor([*to_ids(model.tokenizer, text), end], device=device) for text in texts]
+    end = model.tokenizer.token_to_id("<|im_end|>")  # without it, the model would never stop
+    ids = []
+    for text in texts:
+        answer = [*to_ids(model.tokenizer, text), end]
+        ids.append(torch.tensor(answer, device=device))
     mask = [torch.ones_like(answer, dtype=torch.bool) for answer in ids]
     return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
@@ -502,8 +682,28 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 # The question must ask for this form: a model that never writes it earns 0, and learns nothing.
-ASK = " First think about it between <think> and </think>, "
-ASK += "then give the answer alone between <answer> and </answer>."
+ASK = (
+    " First think about it between <think> and </think>, "  # as in recipes/own_data.yaml
+    "then give the answer alone between <answer> and </answer>."
+)
+
+
+def plain(solution) -> str:
+    """Write an answer or a solution as a text that can be compared.
+
+    Case, repeated blanks, final full stops and tags do not count: "Green  square.", "green square"
+    and "<answer> green square </answer>" are equal, and so are 2.0, ["2"] and "2".
+    """
+    if isinstance(solution, list) and len(solution) == 1:
+        return plain(solution[0])
+    if isinstance(solution, float) and solution.is_integer():
+        solution = int(solution)
+    text = str(solution)
+    if "<answer>" in text:
+        text = text.rpartition("<answer>")[2].partition("</answer>")[0]
+    text = " ".join(text.split())
+    text = unicodedata.normalize("NFC", text)  # an accent and its letter are one character
+    return text.rstrip(". ").casefold()
 
 
 def reward(text, solution) -> float:
@@ -511,53 +711,86 @@ def reward(text, solution) -> float:
     match = ANSWER.fullmatch(text.strip())
     if match is None:
         return 0.0
-    is_right = match[1].strip().lower() == str(solution).strip().lower()
-    return 1.5 if is_right else 0.5
+    if plain(match[1]) == plain(solution):
+        return 1.5
+    return 0.5
 
 
-def group_advantages(rewards) -> Tensor:
-    """Return (reward - mean) / standard deviation over a group (arXiv 2402.03300, section 4.1.2).
+def group_advantages(rewards, num_generations) -> Tensor:
+    """Return (reward - mean) / standard deviation of each group (arXiv 2402.03300, section 4.1.2).
 
-    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Adding 1e-4 to the standard
-    deviation avoids 0 / 0 for equal rewards.
+    The rewards (n,) are those of n / num_generations groups. Rewards 1, 1, 0, 0 of a group have
+    the advantages 0.87, 0.87, -0.87, -0.87. Adding 1e-4 to the standard deviation avoids 0 / 0 for
+    equal rewards.
     """
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    groups = rewards.view(-1, num_generations)
+    # Without this line, equal rewards of 0.1 would have advantages of about 1e-4, because the mean
+    # is rounded, and AdamW would enlarge their gradient to a whole update.
+    groups = groups - groups.amax(1, keepdim=True)
+    centered = groups - groups.mean(1, keepdim=True)
+    advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
+    return advantages.flatten()
 
 
-def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_logps=None) -> Tensor:
-    """Compute the loss -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL of GRPO.
+def grpo_loss(
+    per_token_logps,
+    advantages,
+    mask,
+    *,
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    beta=0.0,
+    old_per_token_logps=None,
+    ref_per_token_logps=None,
+) -> Tensor:
+    """Compute the loss -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL of GRPO.
 
     A is the advantage, and r is the ratio pi / pi_old of the current policy to the policy that
     sampled the completions. The KL keeps the policy near pi_ref, the policy before training. The
-    loss is averaged over the tokens of each completion, and then over completions. Clipping stops
-    the gradient of a token when r > 1 + epsilon and A > 0, or r < 1 - epsilon and A < 0. With one
-    update per sample, as in minimal.py, the ratio r is 1, and nothing is clipped. GRPO's loss is
+    loss is averaged over the tokens of each completion, and then over completions. GRPO's loss is
     defined in equations 3 and 4 of DeepSeekMath (arXiv 2402.03300).
+
+    Clipping stops the gradient of a token when r > 1 + epsilon_high and A > 0, or
+    r < 1 - epsilon_low and A < 0: the policy has moved far enough from the one that sampled. With
+    one update per sample, as in minimal.py, nothing has moved yet: r is 1, and nothing is clipped.
+    Then the loss is about 0, because the advantages of a group add up to 0. Its gradient is not 0:
+    the gradient of r at 1 is the gradient of log pi, so each completion is pushed by its A. That
+    is why the ratio is computed although it is 1, and why the printed number is the mean reward.
     """
-    ratio = (logps - old_logps).exp()
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
-    loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+    if old_per_token_logps is None:
+        old_per_token_logps = per_token_logps.detach()
+    advantages = advantages[:, None]  # (G, 1): all tokens of a completion have the same one
+    ratio = (per_token_logps - old_per_token_logps).exp()  # (G, T)
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
-        # The estimate k3 of KL(pi || pi_ref), pi_ref/pi - log(pi_ref/pi) - 1, is unbiased and
-        # never negative (John Schulman, "Approximating KL divergence").
-        log_ref_ratio = ref_logps - logps
+        # The plain estimate log(pi/pi_ref) of KL(pi || pi_ref) is right on average, but its
+        # gradient is 0 on average, so it would hold nothing back. The estimate k3,
+        # pi_ref/pi - log(pi_ref/pi) - 1, is also right on average, is never negative, and pulls
+        # each token back to the reference (John Schulman, "Approximating KL divergence").
+        log_ref_ratio = ref_per_token_logps - per_token_logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
-    return ((loss * mask).sum(1) / mask.sum(1)).mean()
+    lengths = mask.sum(1).clamp(min=1)  # a completion without tokens has the loss 0, not 0 / 0
+    per_completion = (loss * mask).sum(1) / lengths  # (G,)
+    return per_completion.mean()
 
 
-def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
-    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for a chosen and a rejected answer (2, T).
+def dpo_loss(per_token_logps, mask, *, beta=0.1, ref_per_token_logps) -> Tensor:
+    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for chosen and rejected answers (B, 2, T).
 
     log(pi / pi_ref) is large for an answer that the model makes more likely than the reference
     does. The loss is small if the chosen answer has a larger log(pi / pi_ref) than the rejected.
     """
-    chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
-    return -F.logsigmoid(beta * (chosen - rejected))
+    log_ratios = (per_token_logps - ref_per_token_logps) * mask
+    chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of the whole answers: (B,)
+    return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
-def sft_loss(logps, mask, num_tokens) -> Tensor:
-    """Return minus the sum of an answer's log-probabilities, divided by the step's token count."""
-    return -(logps * mask).sum() / num_tokens
+def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
+    """Return minus the sum of log-probabilities, divided by the number of tokens in the step."""
+    if num_tokens is None:
+        num_tokens = mask.sum()
+    return -(per_token_logps * mask).sum() / num_tokens
 
 
 # ---- Rows -> losses: each of the three stages yields a loss and a metric for each row of a step,
@@ -568,17 +801,23 @@ def grpo(model, reference, rows, options):
     """Sample G completions of each prompt, and reinforce those that are better than their group."""
     for row in rows:
         prompt = make_prompt(model, row)
-        completions, mask = sample(model, prompt, options.group, options.max_new_tokens)
+        completions, mask = sample(model, prompt, options.num_generations, options.max_new_tokens)
         texts = decode(model, completions, mask)
-        rewards = torch.tensor([reward(text, row["solution"]) for text in texts])
-        advantages = group_advantages(rewards).to(mask.device)
-        logps = log_probabilities(model, prompt, completions)  # (G, T)
+        rewards = torch.tensor([reward(text, row["solution"]) for text in texts])  # (G,)
+        advantages = group_advantages(rewards, options.num_generations).to(mask.device)
         ref_logps = None
         if options.beta:
             with torch.no_grad():
                 ref_logps = log_probabilities(reference, prompt, completions)
-        old_logps = logps.detach()  # the samples are used for one update
-        loss = grpo_loss(logps, old_logps, advantages, mask, 0.2, options.beta, ref_logps)
+        logps = log_probabilities(model, prompt, completions)  # (G, T)
+        loss = grpo_loss(
+            logps,
+            advantages,
+            mask,
+            beta=options.beta,
+            old_per_token_logps=logps.detach(),  # the samples are used for one update
+            ref_per_token_logps=ref_logps,
+        )
         yield loss / len(rows), rewards
 
 
@@ -589,8 +828,8 @@ def dpo(model, reference, rows, options):
         answers, mask = tokenize_answers(model, [row["chosen"], row["rejected"]])
         with torch.no_grad():
             ref_logps = log_probabilities(reference, prompt, answers)
-        logps = log_probabilities(model, prompt, answers)
-        loss = dpo_loss(logps, ref_logps, mask, options.beta)
+        logps = log_probabilities(model, prompt, answers)  # (2, T)
+        loss = dpo_loss(logps, mask, beta=options.beta, ref_per_token_logps=ref_logps)
         yield loss / len(rows), loss.detach()
 
 
@@ -599,9 +838,60 @@ def sft(model, reference, rows, options):
     answers = [tokenize_answers(model, [row["completion"]]) for row in rows]
     num_tokens = sum(mask.sum() for _, mask in answers)
     for row, (ids, mask) in zip(rows, answers, strict=True):
-        logps = log_probabilities(model, make_prompt(model, row), ids)
-        loss = sft_loss(logps, mask, num_tokens)
+        logps = log_probabilities(model, make_prompt(model, row), ids)  # (1, T)
+        loss = sft_loss(logps, mask, num_tokens=num_tokens)
         yield loss, loss.detach() * len(rows)  # the mean of these metrics is the loss of the step
+
+
+# ---- Losses -> optimizer steps
+
+
+def make_reference(model) -> QwenVL:
+    """Return a copy of the model, which stays as it is while the model is trained.
+
+    On a GPU, the matrices of the copy are kept in bfloat16, which takes half of the memory. They
+    are multiplied in bfloat16 anyway, so the log-probabilities are the same.
+    """
+    reference = copy.deepcopy(model).requires_grad_(False)
+    if HAS_GPU:
+        for module in reference.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
+    return reference
+
+
+def train(model, rows, stage, options):
+    """Run optimizer steps; each step computes the gradients of its rows one after the other."""
+    reference = None
+    if options.beta or stage is dpo:
+        reference = make_reference(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+        fused=True,  # without a copy of the second moments, which would need memory for all weights
+    )
+    order = []
+    for step in range(options.max_steps):
+        while len(order) < options.prompts_per_step:
+            order += random.sample(rows, len(rows))  # each row once before any occurs again
+        batch = order[: options.prompts_per_step]
+        order = order[options.prompts_per_step :]
+        metrics = []
+        for loss, metric in stage(model, reference, batch, options):
+            # The gradients of all rows of the step add up.
+            loss.backward()
+            metrics.append(metric)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
+        rise = (step + 1) / max(1, options.warmup_steps)
+        left = (options.max_steps - step) / max(1, options.max_steps - options.warmup_steps)
+        factor = min(rise, 0.1 + 0.9 * left)
+        optimizer.param_groups[0]["lr"] = options.learning_rate * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        model.updates += 1
+        report(stage, step + 1, options.max_steps, metrics)
 
 
 NO_REWARD = """All completions of the first step earned 0. A completion earns a reward if it has the
@@ -610,114 +900,164 @@ with Ctrl-C, and run --sft on rows with "completion", for example
 "<think>I see a cat on the left and one on the right.</think><answer>2</answer>"."""
 
 
-def train(model, rows, stage, options):
-    """Run optimizer steps; each step computes the gradients of its rows one after the other."""
-    reference = copy.deepcopy(model) if options.beta or stage is dpo else None
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
-    order = []
-    for step in range(options.steps):
-        while len(order) < options.rows_per_step:
-            order += random.sample(rows, len(rows))  # each row once before any occurs again
-        batch, order = order[: options.rows_per_step], order[options.rows_per_step :]
-        metrics = []
-        for loss, metric in stage(model, reference, batch, options):
-            loss.backward()
-            metrics.append(metric)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
-        decay = (options.steps - step) / max(1, options.steps - options.warmup)
-        factor = min((step + 1) / max(1, options.warmup), 0.1 + 0.9 * decay)
-        optimizer.param_groups[0]["lr"] = options.learning_rate * factor
-        optimizer.step()
-        optimizer.zero_grad()
-        report(stage, step + 1, options.steps, metrics)
-
-
-def report(stage, step, steps, metrics):
-    """Print the mean of a step's metrics, and say so if the rewards of GRPO teach nothing."""
+def report(stage, step, max_steps, metrics):
+    """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
     mean = torch.stack([metric.mean() for metric in metrics]).mean()
-    text = f"{stage.__name__} step {step} of {steps}: {mean:.3f}"
-    end = "\n" if step % 10 == 0 or step == steps else "\r"
+    text = f"{stage.__name__} step {step} of {max_steps}: {mean:.3f}"
+    stays = step % 10 == 0 or step == max_steps
     if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
         text += ", all completions of a prompt earned the same, so nothing was learned"
-        end = "\n"
-    print(text, end=end, flush=True)
+        stays = True
+    if stays:
+        print(text, flush=True)
+    elif sys.stdout.isatty():
+        print(text, end="\r", flush=True)  # the next line is written over this one
     if stage is grpo and step == 1 and not torch.cat(metrics).any():
-        print(NO_REWARD)
+        print(NO_REWARD, flush=True)
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
 
-COLORS = {"red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210)}
-COLORS |= {"yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35)}
+COLORS = {
+    "red": (220, 50, 47),
+    "green": (60, 160, 60),
+    "blue": (50, 90, 210),
+    "yellow": (225, 190, 20),
+    "purple": (140, 60, 170),
+    "black": (35, 35, 35),
+}
 LABELS = [f"{color} {shape}" for color in COLORS for shape in ("square", "triangle")]
-CONTROL = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start"
-CONTROL += " quad_end vision_start vision_end vision_pad image_pad video_pad"
-DECODER = {"model_type": "qwen2_5_vl", "hidden_size": 128, "intermediate_size": 256}
-DECODER |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-DECODER |= {"rope_theta": 20.0, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
-DECODER |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 4096}
-TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
-TOWER |= {"out_hidden_size": 128, "patch_size": 7, "window_size": 28, "fullatt_block_indexes": [1]}
+CONTROL = ["endoftext", "im_start", "im_end"]
+for name in ("object_ref", "box", "quad", "vision"):
+    CONTROL += [f"{name}_start", f"{name}_end"]
+CONTROL += ["vision_pad", "image_pad", "video_pad"]
+DECODER = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 20.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "patch_size": 7,
+    "window_size": 28,
+    "fullatt_block_indexes": [1],
+}
 
 
 def tagged(label) -> str:
-    return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
+    color = label.split()[0]
+    return f"<think>I see {color}</think><answer>{label}</answer>"
+
+
+def draw_object(color, shape) -> PIL.Image.Image:
+    """Draw a square or a triangle at a random place on a light background."""
+    background = tuple(random.choices(range(200, 256), k=3))
+    image = PIL.Image.new("RGB", (56, 56), background)
+    side = random.randint(32, 52)
+    left = random.randint(0, 56 - side)
+    top = random.randint(0, 56 - side)
+    right = left + side - 1
+    bottom = top + side - 1
+    corners = [(left, bottom), (right, bottom)]
+    if shape == "triangle":
+        corners += [((left + right) / 2, top)]
+    else:
+        corners += [(right, top), (left, top)]
+    PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
+    return image
 
 
 def draw_row(wrong=0.0) -> dict:
-    """Draw a random object; with probability `wrong`, the demonstrated label is random, too."""
+    """Draw a random object; with probability `wrong`, the demonstrated label is also random."""
     label = random.choice(LABELS)
     other = random.choice([name for name in LABELS if name != label])
-    color, shape = label.split()
-    image = PIL.Image.new("RGB", (56, 56), tuple(random.choices(range(200, 256), k=3)))
-    side = random.randint(32, 52)
-    left, top = random.randint(0, 56 - side), random.randint(0, 56 - side)
-    right, bottom = left + side - 1, top + side - 1
-    upper = [((left + right) / 2, top)] if shape == "triangle" else [(right, top), (left, top)]
-    corners = [(left, bottom), (right, bottom), *upper]
-    PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
+    image = draw_object(*label.split())
     right = tagged(label)
-    completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
+    completion = right
+    if random.random() < wrong:
+        completion = tagged(random.choice(LABELS))
     # A rejected answer names another object (everywhere or only in <answer>) or has a wrong form.
     cut = random.randrange(1, len(right))
     wrong_form = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), wrong_form])
-    answers = {"completion": completion, "chosen": right, "rejected": rejected}
-    return {"images": [image], "problem": "What is it?", "solution": label, **answers}
+    return {
+        "images": [image],
+        "problem": "What is it?",
+        "solution": label,
+        "completion": completion,
+        "chosen": right,
+        "rejected": rejected,
+    }
+
+
+def make_tokenizer() -> Tokenizer:
+    """Train a small tokenizer on the texts of the built-in task."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = ["system\nYou are a helpful assistant.", "user\nWhat is it?", *map(tagged, LABELS)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in CONTROL])
+    return tokenizer
 
 
 def make_folder(folder):
     """Write a Hugging Face folder with 0.74 million random weights and a small tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = ["system\nYou are a helpful assistant.", "user\nWhat is it?", *map(tagged, LABELS)]
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([f"<|{name}|>" for name in CONTROL.split()])
+    tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL.split()}
-    config = DECODER | {"vocab_size": tokenizer.get_vocab_size(), "vision_config": TOWER}
-    config |= {"bos_token_id": ids["endoftext"], "eos_token_id": ids["im_end"]}
-    config |= {f"{kind}_token_id": ids[f"{kind}_pad"] for kind in ("image", "video")}
-    config |= {f"vision_{end}_token_id": ids[f"vision_{end}"] for end in ("start", "end")}
-    images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 7, "merge_size": 2}
-    images |= {"min_pixels": 196, "max_pixels": 12845056}
-    names = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
-    write(folder / "config.json", config)
-    write(folder / "preprocessor_config.json", images)
-    write(folder / "tokenizer_config.json", names | {"pad_token": "<|endoftext|>"})
+    ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL}
+    config = {
+        **DECODER,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "vision_config": TOWER,
+        "bos_token_id": ids["endoftext"],
+        "eos_token_id": ids["im_end"],
+        "image_token_id": ids["image_pad"],
+        "video_token_id": ids["video_pad"],
+        "vision_start_token_id": ids["vision_start"],
+        "vision_end_token_id": ids["vision_end"],
+    }
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 7,
+        "merge_size": 2,
+        "min_pixels": 196,
+        "max_pixels": 12845056,
+    }
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",  # for transformers
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
     ends = {"eos_token_id": [ids["im_end"], ids["endoftext"]], "pad_token_id": ids["endoftext"]}
-    write(folder / "generation_config.json", ends)
+    write_json(folder / "config.json", config)
+    write_json(folder / "preprocessor_config.json", images)
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "generation_config.json", ends)
+
     model = QwenVL(read_config(folder))
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:
+        if "embed_tokens" in name:
+            nn.init.normal_(weight, std=0.02)
+        elif weight.dim() > 1:
             inputs = weight[0].numel()
-            nn.init.normal_(weight, std=0.02 if "embed_tokens" in name else inputs**-0.5)
+            nn.init.normal_(weight, std=inputs**-0.5)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
@@ -725,105 +1065,236 @@ def make_folder(folder):
 
 def accuracy(model, rows) -> float:
     """Sample two completions of each row, and return the share of right answers."""
-    rewards = []
+    right = []
     for row in rows:
         completions, mask = sample(model, make_prompt(model, row), 2, 20)
-        rewards += [reward(text, row["solution"]) for text in decode(model, completions, mask)]
-    return sum(value > 1 for value in rewards) / len(rewards)
+        for text in decode(model, completions, mask):
+            right.append(reward(text, row["solution"]) > 1)
+    return sum(right) / len(right)
 
 
-def train_tiny(options) -> QwenVL:
+def train_tiny(model, options):
     """Train a tiny model with SFT on 96 demonstrations, half of them random, and GRPO or DPO.
 
     The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
-    torch.set_num_threads(1)  # the tensors are too small to share the work
-    make_folder(f"{options.output}/random")
-    model = load(f"{options.output}/random")
     held_out = [draw_row() for _ in range(128)]
-    first = argparse.Namespace(steps=40, rows_per_step=32, learning_rate=3e-3, warmup=10, beta=0.0)
+    first = argparse.Namespace(
+        max_steps=40,
+        prompts_per_step=32,
+        learning_rate=3e-3,
+        warmup_steps=10,
+        beta=0.0,  # without a reference
+    )
     train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, first)
     print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
     train(model, [draw_row() for _ in range(2560)], options.stage, options)
     print(f"accuracy after {options.stage.__name__} {accuracy(model, held_out):.3f}")
-    return model
 
 
-# ---- Command line
+# ---- File of rows -> rows
+
+ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
+READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
+# With these fields, a row means another prompt than the one that minimal.py would make of it.
+REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
+
+
+def is_comparable(solution) -> bool:
+    """Return whether an answer can equal a solution: a text, a number or a list of numbers."""
+    if isinstance(solution, list) and len(solution) == 1:
+        return is_comparable(solution[0])
+    if isinstance(solution, list):
+        return solution != [] and all(isinstance(item, int | float) for item in solution)
+    return not isinstance(solution, dict)
+
+
+def check_row(row, answers):
+    """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
+    fields = ["problem", *answers]
+    if "images" not in row:
+        fields.insert(0, "image")
+    for field in fields:
+        if field not in row:
+            raise InputError(f"the row has {[*row]}, but no {field!r}")
+        if field not in ("image", "solution") and not isinstance(row[field], str):
+            raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
+        if field in answers and not plain(row[field]):
+            raise InputError(f"{field!r} is empty")
+    for field in REFUSED:
+        if row.get(field):
+            raise InputError(f"minimal.py does not read {field!r}; train.py reads such rows")
+    if "image" in row and "images" in row:
+        raise InputError("the row has 'image' and 'images'; leave one of them out")
+    if not is_comparable(row.get("solution")):
+        raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
+
+
+def find_images(row, folder) -> list[Path]:
+    """Return the paths of a row's images."""
+    names = row["images"] if "images" in row else [row["image"]]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"an image must be the path of a file, but it is {names!r:.80}")
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not os.path.isfile(path):
+            raise InputError(f"there is no image file {path}"[:200])
+    places = row["problem"].count("<image>")
+    if places not in (0, len(paths)):
+        raise InputError(f"'problem' has {places} <image>, but the row has {len(paths)} images")
+    return paths
+
+
+def read_row(line, folder, answers) -> dict:
+    """Read a line of JSON that describes a row."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise InputError(f"the line is {row!r:.80}, but a row is an object {{...}}")
+    row = {field: value for field, value in row.items() if value is not None}
+    check_row(row, answers)
+    row["images"] = find_images(row, folder)
+    # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it asks
+    # if the answer has the form, so that GRPO after SFT has the same question.
+    wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
+    if wants_form and "<answer>" not in row["problem"]:
+        row["problem"] += ASK
+    return row
 
 
 def read_rows(file, answers) -> list[dict]:
     """Read rows from JSON Lines, in which image paths are relative to the file."""
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read as a text in UTF-8: {error}") from error
     rows = []
-    for number, line in enumerate(Path(file).read_text("utf-8").split("\n"), 1):
-        if not line:
+    unread = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
             continue
-        row = {key: value for key, value in json.loads(line).items() if value is not None}
-        fields = ["problem", *answers]
-        for field in fields if "images" in row else ["image", *fields]:
-            if field not in row:
-                raise ValueError(f"{file}, line {number}: the row has {[*row]}, but no {field!r}")
-        names = row["images"] if "images" in row else [row["image"]]
-        row["images"] = [Path(file).parent / name for name in names]
-        # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it
-        # asks if the answer has the form, so that GRPO after SFT has the same question.
-        wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
-        if wants_form and "<answer>" not in row["problem"]:
-            row["problem"] += ASK
+        try:
+            row = read_row(line, Path(file).parent, answers)
+        except (InputError, json.JSONDecodeError) as error:
+            raise InputError(f"{file}, line {number}: {error}") from error
         rows.append(row)
+        unread.update(row.keys() - READ)
     if not rows:
-        raise ValueError(f"{file} has no rows")
+        raise InputError(f"{file} has no rows")
+    if unread:
+        print(f"{file}: minimal.py does not read the fields {', '.join(sorted(unread))}")
+    if any(prefix in text for prefix in STRUCTURE):
+        print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
     return rows
 
 
-def train_folder(options) -> QwenVL:
-    """Train the model in a Hugging Face folder on a file of rows, on a GPU if there is one."""
-    needed = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
-    rows = read_rows(options.rows, needed[options.stage])
+# ---- Command line
+
+RENAMED = {  # argparse completes --warmup and --output by itself
+    "--steps": "--max_steps",
+    "--rows_per_step": "--prompts_per_step",
+    "--group": "--num_generations",
+}
+
+
+def rename(word) -> str:
+    """Replace an option's name in an earlier version with its name in train.py."""
+    name, equals, value = word.partition("=")
+    if name not in RENAMED:
+        return word
+    print(f"{name} is now {RENAMED[name]}")
+    return RENAMED[name] + equals + value
+
+
+def read_options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("folder", nargs="?", help="Hugging Face folder (default: a tiny model)")
+    add("rows", nargs="?", help="JSON Lines file")
+    add("--sft", action="store_const", dest="stage", const=sft, default=grpo)
+    add("--dpo", action="store_const", dest="stage", const=dpo)
+    add("--max_steps", type=int, default=300, help="optimizer steps")
+    add("--prompts_per_step", type=int, default=16, help="rows of an optimizer step")
+    add("--learning_rate", type=float, default=1e-6)
+    add("--warmup_steps", type=int, default=10, help="steps of rising learning rate")
+    add("--num_generations", type=int, default=8, help="completions of each prompt, G")
+    add("--beta", type=float, default=0.0, help="weight of the KL, or DPO's beta")
+    add("--max_new_tokens", type=int, default=256)
+    add("--max_pixels", type=int, default=401408, help="largest area of an image")
+    add("--seed", type=int, default=0)
+    add("--output_dir", default="runs/minimal", help="folder for the trained model")
+    arguments = [rename(word) for word in sys.argv[1:]]
+    options = parser.parse_args(arguments)
+    if options.folder and not options.rows:
+        parser.error("name a file of rows after the folder")
+    if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
+        parser.error("--output_dir must not be the folder of the model")
+    if options.stage is grpo and options.num_generations < 2:
+        parser.error("--num_generations must be at least 2: the rewards of a group are compared")
+    if not options.folder:
+        parser.set_defaults(
+            max_steps=160,
+            learning_rate=3e-4,  # the model is tiny, and its weights are nearly random
+            warmup_steps=5,
+            beta=0.02,
+            max_new_tokens=20,
+        )
+    if options.stage is dpo:
+        parser.set_defaults(beta=0.1 if options.folder else 1.0)
+    return parser.parse_args(arguments)  # with the defaults of this run
+
+
+def make_output(folder):
+    """Make the folder of the trained model before the first step, so that no step is lost."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--output_dir={folder} cannot be written: {error.strerror}") from error
+
+
+def load_tiny(options) -> QwenVL:
+    """Make the tiny model of the built-in task."""
+    torch.set_num_threads(1)  # the tensors are too small to share the work
+    make_folder(f"{options.output_dir}/random")
+    return load(f"{options.output_dir}/random")
+
+
+def load_folder(options) -> QwenVL:
+    """Load the model in a Hugging Face folder, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(options.folder, device, max_pixels=options.max_pixels)
     # Activation checkpointing keeps only the input of each layer for the backward pass.
     for layer in [*model.visual.blocks, *model.model["layers"]]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    train(model, rows, options.stage, options)
     return model
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("folder", nargs="?", help="Hugging Face folder (default: a tiny model)")
-    parser.add_argument("rows", nargs="?", help="JSON Lines file")
-    parser.add_argument("--sft", action="store_const", dest="stage", const=sft, default=grpo)
-    parser.add_argument("--dpo", action="store_const", dest="stage", const=dpo)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--rows_per_step", type=int, default=16)
-    parser.add_argument("--learning_rate", type=float, default=1e-6)
-    parser.add_argument("--warmup", type=int, default=10, help="steps of rising learning rate")
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL, or DPO's beta")
-    parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--max_pixels", type=int, default=401408, help="largest area of an image")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="runs/minimal", help="folder for the trained model")
-    options = parser.parse_args()
-    if options.stage is grpo and options.group < 2:
-        parser.error("--group must be at least 2: the rewards of a group are compared")
-    if options.folder and not options.rows:
-        parser.error("name a file of rows after the folder")
-    if options.folder and Path(options.folder).resolve() == Path(options.output).resolve():
-        parser.error("--output must not be the folder of the model")
-    if not options.folder:
-        parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
-    if options.stage is dpo:
-        parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    options = parser.parse_args()  # with the defaults of this run
+    options = read_options()
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    model = train_folder(options) if options.folder else train_tiny(options)
-    save(model, options.output)
-    print(f"saved {options.output}")
+    make_output(options.output_dir)
+    if options.folder:
+        rows = read_rows(options.rows, ANSWERS[options.stage])
+        model = load_folder(options)
+    else:
+        model = load_tiny(options)
+    try:
+        if options.folder:
+            train(model, rows, options.stage, options)
+        else:
+            train_tiny(model, options)
+    except KeyboardInterrupt:
+        sys.exit("stopped with Ctrl-C")
+    finally:  # even after an error, no finished step is lost
+        if model.updates:
+            save(model, options.output_dir)
+            print(f"saved {options.output_dir}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"minimal.py: {error}")

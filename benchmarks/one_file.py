@@ -41,7 +41,13 @@ def step_ratio() -> float:
         minimal.reward = lambda text, solution: float(len(set(text)))
         questions = [{"images": row.images, "problem": "What is it? Name it.", "solution": ""} for row in rows]
         options = argparse.Namespace(
-            steps=1, rows_per_step=PROMPTS, group=8, max_new_tokens=NEW_TOKENS, beta=0.02, learning_rate=3e-4, warmup=1
+            max_steps=1,
+            prompts_per_step=PROMPTS,
+            num_generations=8,
+            max_new_tokens=NEW_TOKENS,
+            beta=0.02,
+            learning_rate=3e-4,
+            warmup_steps=1,
         )
         ours, package = [], []
         for _ in range(STEPS):

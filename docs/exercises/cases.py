@@ -100,7 +100,7 @@ def _(smart_resize):
             ("(1, 4, 2, 5, 7,", "(1, 2, 4, 5, 7,"),
         "the numbers of a patch begin with the frame; the color comes first": ("7, 0, 3, 6)", "0, 7, 3, 6)"),
         "the three colors of a pixel are neighbours; the color comes first": ("7, 0, 3, 6)", "0, 3, 6, 7)"),
-        "you did not subtract MEAN": ("pixels - MEAN", "pixels"),
+        "you did not subtract MEAN": (" - MEAN", ""),
         "you did not resize with BICUBIC": ("BICUBIC", "BILINEAR"),
     },
 )  # fmt: skip
@@ -126,8 +126,8 @@ def _(patchify):
     {
         "the line feeds after <|im_end|> are missing": ("in pieces:", 'in [x for x in pieces if x != "\\n"]:'),
         "your control tokens are text, which is split into several tokens; use tokenizer.token_to_id":
-            ('([tokenizer.token_to_id(f"<|{n}|>")] for', '(to_ids(tokenizer, f"<|{n}|>") for'),
-        "each image needs as many <|image_pad|> as it has tokens": ("pad * length", "pad"),
+            ('[tokenizer.token_to_id(f"<|{name}|>")]', 'to_ids(tokenizer, f"<|{name}|>")'),
+        "each image needs as many <|image_pad|> as it has tokens": (" * length", ""),
         "without <image> in the question, the images come before it":
             ('"<image>" * len(image_lengths) + problem', 'problem + "<image>" * len(image_lengths)'),
     },
@@ -153,14 +153,14 @@ def _(render):
     """,
     {
         "you count the tokens of an image one by one, like text; that is not M-RoPE":
-            ("torch.cartesian_prod(*axes).T", "torch.arange(rows * columns).expand(3, -1)"),
+            ("offsets.T", "torch.arange(rows * columns).expand(3, -1)"),
         "text resumes after as many positions as the image has tokens; it must resume after its longer side":
             ("max(rows, columns)", "rows * columns"),
         "text resumes at the largest position of the image; it must resume one past it":
             ("max(rows, columns)", "max(rows, columns, 2) - 1"),
         "you exchanged rows and columns": ("rows, columns = next", "columns, rows = next"),
         "an image begins at position 0; it must begin where the text before it ended":
-            ("(position + torch", "(position * (rows * columns == 1) + torch"),
+            ("(position + offsets", "(position * (rows * columns == 1) + offsets"),
     },
 )  # fmt: skip
 def _(mrope_positions):
@@ -236,7 +236,7 @@ def _(Vision):
     "Layer.forward",
     """
     self.project gives (n, heads, L, D). torch.cat along the axis of tokens puts the past before the new keys, and
-    past[0].expand(n, -1, -1, -1) repeats the prompt's keys without a copy. repeat_interleave gives each query head its
+    past_k.expand(n, -1, -1, -1) repeats the prompt's keys without a copy. repeat_interleave gives each query head its
     head of keys. Both the attention and the MLP have a norm before them and add their result to x.
     """,
     {
@@ -247,7 +247,7 @@ def _(Vision):
             ("repeat_interleave(self.queries_per_key, 1)", "repeat(1, self.queries_per_key, 1, 1)"),
         "the mask is missing": ("shared_v, mask)", "shared_v)"),
         "attention must add its result to x": ("x = x + self.self_attn", "x = self.self_attn"),
-        "the MLP must add its result to x": ("return x + self.mlp", "return self.mlp"),
+        "the MLP must add its result to x": ("x = x + self.mlp", "x = self.mlp"),
         "the norm before attention is missing": ("self.input_layernorm(x)", "x"),
     },
 )  # fmt: skip
@@ -340,7 +340,7 @@ def _(sample):
     """,
     {
         "a state predicts the next token; you read the probability of the token that went in":
-            ("torch.cat([states[:, -1:].expand(G, -1, -1), after[:, :-1]], 1)", "after"),
+            ("torch.cat([last, after[:, :-1]], 1)", "after"),
         "you count positions from the number of tokens; an image takes fewer positions than tokens":
             ("prompt.positions.max() + 1", "len(prompt.ids)"),
         "your first token is at the last position of the prompt; it must be one past it": (".max() + 1", ".max()"),
@@ -364,27 +364,31 @@ def _(log_probabilities):
 @exercise(
     "group_advantages",
     """
-    The mean and std of a tensor do almost all; std divides by n - 1. The 1e-4 keeps advantages small in a group with
-    tiny differences, and prevents 0 / 0 in a group of equal rewards.
+    rewards.view(-1, num_generations) has a group in each row. The mean and std of a tensor do almost all; std divides
+    by n - 1. The 1e-4 keeps advantages small in a group with tiny differences, and prevents 0 / 0 in a group of equal
+    rewards.
     """,
     {
-        "you divide by n in the variance; this standard deviation divides by n - 1": ("std()", "std(correction=0)"),
+        "you divide by n in the variance; this standard deviation divides by n - 1":
+            ("True) + ", "True, correction=0) + "),
         "1e-4 is missing, so groups with tiny differences get advantages as large as other groups": (" + 1e-4", ""),
-        "you divide by the variance; the square root is missing": ("rewards.std()", "rewards.var()"),
+        "you divide by the variance; the square root is missing": ("groups.std(", "groups.var("),
         "your advantages have the wrong sign; subtract the mean from the reward":
-            ("(rewards - rewards.mean())", "(rewards.mean() - rewards)"),
+            ("centered / (", "-centered / ("),
         "you subtract the mean of the other completions, which is RLOO; the mean includes the completion itself":
-            (" / (", " * len(rewards) / (len(rewards) - 1) / ("),
+            ("centered / (", "centered * num_generations / (num_generations - 1) / ("),
     },
 )  # fmt: skip
 def _(group_advantages):
     """
-    Turn the rewards (G,) of a group into advantages (G,): subtract the mean of the group, and divide by its standard
-    deviation (with n - 1) plus 1e-4.
+    Turn rewards (n,) into advantages (n,). The num_generations rewards of a group are neighbors. Subtract the mean of
+    the group, and divide by its standard deviation (with n - 1) plus 1e-4.
     """
     for rewards in ([1.0, 1.0, 0.0, 0.0], [1.5, 0.5, 0.5, 0.0, 0.0], [0.5, 0.50005, 0.5, 0.50005], [1.0, 1.0, 1.0]):
         group = torch.tensor(rewards, dtype=torch.float64)
-        yield f"rewards {rewards}", {"advantages": group_advantages(group)}
+        yield f"rewards {rewards}", {"advantages": group_advantages(group, len(group))}
+    groups = torch.tensor([1.0, 0.0, 0.0, 5.0, 6.0, 7.0], dtype=torch.float64)
+    yield f"rewards {groups.tolist()} of two groups", {"advantages": group_advantages(groups, 3)}
 
 
 LOGPS = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]], dtype=torch.float64, requires_grad=True)
@@ -400,41 +404,45 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
     """,
     {
         "the ratio is inverted; divide the current probability by the old one":
-            ("logps - old_logps", "old_logps - logps"),
-        "the ratio is not clipped": ("ratio.clamp(1 - epsilon, 1 + epsilon)", "ratio"),
+            ("(per_token_logps - old_per_token_logps)", "(old_per_token_logps - per_token_logps)"),
+        "the ratio is not clipped": ("ratio.clamp(1 - epsilon_low, 1 + epsilon_high)", "ratio"),
         "you take the larger of the two terms; take the smaller one, which limits the update": ("h.min", "h.max"),
         "you clip without the minimum, so a token that moved in the wrong direction has no gradient to come back":
             ("-torch.min(ratio *", "-torch.min(clipped *"),
         "your loss has the wrong sign; it must be the negative of the objective": ("-torch.min", "torch.min"),
         "the sum includes tokens after the end of a completion; multiply by the mask": ("(loss * mask)", "loss"),
         "you divide by the number of columns; divide by the number of tokens of each completion":
-            ("mask.sum(1)", "mask.shape[1]"),
+            ("mask.sum(1).clamp(min=1)", "mask.shape[1]"),
         "you average over all tokens, as DAPO does; average over each completion, and then over the completions":
-            (".sum(1) / mask.sum(1)).mean()", ".sum() / mask.sum())"),
-        "you exchanged pi and pi_ref in the KL": ("ref_logps - logps", "logps - ref_logps"),
+            ("per_completion.mean()", "(loss * mask).sum() / mask.sum()"),
+        "you exchanged pi and pi_ref in the KL":
+            ("ref_per_token_logps - per_token_logps", "per_token_logps - ref_per_token_logps"),
         "the KL has the wrong sign; it is a cost": ("loss + beta", "loss - beta"),
         "your KL is k1, the difference of log-probabilities; the paper uses k3": ("log_ref_ratio.expm1()", "0.0"),
         "the -1 of k3 is missing": ("expm1", "exp"),
-        "the KL is detached, so it has no gradient and no effect": ("ref_logps - logps", "ref_logps - logps.detach()"),
+        "the KL is detached, so it has no gradient and no effect":
+            ("ref_per_token_logps - per_token_logps", "ref_per_token_logps - per_token_logps.detach()"),
     },
 )  # fmt: skip
 def _(grpo_loss):
     """
-    Compute the loss of one group. logps, old_logps, ref_logps and the mask are (G, T), the advantages (G,). ref_logps
-    is None if beta is 0. The KL is estimated by k3: pi_ref / pi - log(pi_ref / pi) - 1.
+    Compute the loss of one group. The log-probabilities and the mask are (G, T), the advantages (G,).
+    old_per_token_logps is None if the policy itself has sampled, and ref_per_token_logps is None if beta is 0. The KL
+    is estimated by k3: pi_ref / pi - log(pi_ref / pi) - 1.
     """
     old = LOGPS.detach() + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
     ref = LOGPS.detach() + torch.tensor([[-0.2, 0.5, 0.1], [0.3, -0.4, -1.0]])
     advantages = torch.tensor([0.8, -0.5], dtype=torch.float64)
     calls = {
-        "old_logps equal logps": (LOGPS.detach(), advantages, torch.ones_like(MASK)),
-        "old_logps differ": (old, advantages, torch.ones_like(MASK)),
-        "the second completion is shorter": (old, advantages, MASK),
-        "epsilon is 0.35": (old, advantages, MASK, 0.35),
-        "beta is 0.3": (old, advantages, MASK, 0.2, 0.3, ref),
+        "the policy has sampled": (None, torch.ones_like(MASK), {}),
+        "an older policy has sampled": (old, torch.ones_like(MASK), {}),
+        "the second completion is shorter": (old, MASK, {}),
+        "the second completion has no tokens": (old, MASK & torch.tensor([[True], [False]]), {}),
+        "epsilon_low is 0.1 and epsilon_high 0.35": (old, MASK, {"epsilon_low": 0.1, "epsilon_high": 0.35}),
+        "beta is 0.3": (old, MASK, {"beta": 0.3, "ref_per_token_logps": ref}),
     }
-    for description, arguments in calls.items():
-        loss = grpo_loss(LOGPS, *arguments)
+    for description, (old_per_token_logps, mask, options) in calls.items():
+        loss = grpo_loss(LOGPS, advantages, mask, old_per_token_logps=old_per_token_logps, **options)
         yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}
 
 
@@ -446,15 +454,19 @@ def _(grpo_loss):
     rejected one.
     """,
     {
-        "you average over tokens; the log-probability of an answer is the sum": (".sum(1)", ".sum(1) / mask.sum(1)"),
+        "you average over tokens; the log-probability of an answer is the sum":
+            ("log_ratios.sum(-1)", "(log_ratios.sum(-1) / mask.sum(-1))"),
         "the sums include tokens after the end of an answer; multiply by the mask": (" * mask", ""),
-        "the reference is missing": ("(logps - ref_logps)", "logps"),
+        "the reference is missing": ("(per_token_logps - ref_per_token_logps)", "per_token_logps"),
         "you exchanged the chosen and the rejected answer": ("(chosen - rejected)", "(rejected - chosen)"),
         "beta is missing": ("beta * ", ""),
     },
 )  # fmt: skip
 def _(dpo_loss):
-    """Compute the loss of one pair. logps, ref_logps and the mask are (2, T): the chosen answer, then the rejected."""
+    """
+    Compute the mean loss of B pairs. The log-probabilities and the mask are (B, 2, T): the chosen answer of each pair,
+    and then the rejected one.
+    """
     ref = LOGPS.detach() - torch.tensor([[0.3, 0.6, -0.1], [0.2, -0.8, 1.0]])
     calls = {
         "the model equals the reference": (LOGPS.detach(), torch.ones_like(MASK)),
@@ -462,6 +474,7 @@ def _(dpo_loss):
         "the rejected answer is shorter": (ref, MASK),
         "beta is 0.5": (ref, MASK, 0.5),
     }
-    for description, arguments in calls.items():
-        loss = dpo_loss(LOGPS, *arguments)
+    for description, (reference, mask, *beta) in calls.items():
+        options = {"beta": beta[0]} if beta else {}
+        loss = dpo_loss(LOGPS[None], mask[None], ref_per_token_logps=reference[None], **options)
         yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}

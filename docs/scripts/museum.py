@@ -85,7 +85,7 @@ def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
     names["log_probabilities"] = keep("", names["log_probabilities"], look_at_logps)
     for name in ("sample", "tokenize_answers"):
         names[name] = keep("mask", names[name], lambda result, *_: result[1])
-    names["group_advantages"] = keep("rewards", names["group_advantages"], lambda result, rewards: (rewards, result))
+    names["group_advantages"] = keep("rewards", names["group_advantages"], lambda result, rewards, _: (rewards, result))
     names["multinomial"] = keep("drawn", torch.multinomial, lambda token, p, _: p.log().gather(1, token))
     return seen
 
@@ -134,7 +134,10 @@ def record(kind: str, source: str, folder: Path) -> str:
     model = names["load"](folder / "random")
     names["reward"] = lambda text, solution: 0.3 + len(text) % 5  # random weights earn nothing
     seen = watch(names, kind, folder)
-    options = Namespace(steps=2, rows_per_step=4, learning_rate=1e-2, warmup=1, beta=0.1, group=4, max_new_tokens=6)
+    options = Namespace(
+        max_steps=2, prompts_per_step=4, learning_rate=1e-2, warmup_steps=1, beta=0.1, num_generations=4,
+        max_new_tokens=6,
+    )  # fmt: skip
     with mock.patch("torch.multinomial", names["multinomial"]), redirect_stdout(io.StringIO()):
         names["train"](model, [names["draw_row"]() for _ in range(8)], names[kind], options)
     end, pad = (model.tokenizer.token_to_id(f"<|{name}|>") for name in ("im_end", "endoftext"))

@@ -32,8 +32,10 @@ PAGE = Path(__file__).parents[1] / "step.html"
 TEMPLATE = Path(__file__).with_name("step_template.html")
 MAX_NUMBERS = 180  # a larger matrix is recorded as a heat map
 MAX_ITEMS = 60, 12, 6, 0  # recorded items of a container, by its depth in other containers
-SFT = Namespace(steps=15, rows_per_step=16, learning_rate=3e-3, warmup=5, beta=0.0)
-GRPO = Namespace(steps=1, rows_per_step=2, learning_rate=3e-4, warmup=1, beta=0.02, group=4, max_new_tokens=20)
+SFT = Namespace(max_steps=15, prompts_per_step=16, learning_rate=3e-3, warmup_steps=5, beta=0.0)
+GRPO = Namespace(
+    max_steps=1, prompts_per_step=2, learning_rate=3e-4, warmup_steps=1, beta=0.02, num_generations=4, max_new_tokens=20
+)
 
 
 @dataclass
@@ -223,12 +225,14 @@ def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -
     """Return rows for a GRPO step, and set a random seed with which each row gets samples with all wanted rewards."""
     for seed in itertools.count():
         random.seed(seed)
-        rows = [minimal.draw_row() for _ in range(options.rows_per_step)]
+        rows = [minimal.draw_row() for _ in range(options.prompts_per_step)]
         state = random.getstate()
         torch.manual_seed(seed)
         groups = []
         for row in random.sample(rows, len(rows)):  # the order in `train`
-            sampled = minimal.sample(model, minimal.make_prompt(model, row), options.group, options.max_new_tokens)
+            sampled = minimal.sample(
+                model, minimal.make_prompt(model, row), options.num_generations, options.max_new_tokens
+            )
             groups.append({minimal.reward(text, row["solution"]) for text in minimal.decode(model, *sampled)})
         if all(wanted <= group for group in groups):
             random.setstate(state)

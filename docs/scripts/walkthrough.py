@@ -28,7 +28,7 @@ INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 DOCS = Path(__file__).parents[1]
-OPTIONS = Namespace(**vars(GRPO) | {"rows_per_step": 1, "group": 8})
+OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8})
 HEAD = """\
 # Walkthrough
 
@@ -213,7 +213,11 @@ def facts() -> dict:
     group, patches = numbers()["grpo"], numbers()["patchify"]
     counts = {"P": len(patches["patches"]), "side": patches["patch"], "numbers": patches["patches"].shape[1]}
     counts |= {"merged": len(patches["patches"]) // 4, "vocab": numbers()["log_probabilities"]["logits"].shape[-1]}
-    counts |= {"G": OPTIONS.group, "solution": group["row"]["solution"], "learning_rate": OPTIONS.learning_rate}
+    counts |= {
+        "G": OPTIONS.num_generations,
+        "solution": group["row"]["solution"],
+        "learning_rate": OPTIONS.learning_rate,
+    }
     return counts
 
 

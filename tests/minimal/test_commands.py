@@ -16,7 +16,10 @@ from tests.helpers.pretend_cuda import PretendCuda
 from tests.helpers.runs import write_lines
 from tests.minimal.pairs import main
 
-OPTIONS = ("--steps=2", "--warmup=1", "--rows_per_step=3", "--learning_rate=1e-3", "--group=3", "--max_new_tokens=5")
+OPTIONS = (
+    "--max_steps=2", "--warmup_steps=1", "--prompts_per_step=3", "--learning_rate=1e-3", "--num_generations=3",
+    "--max_new_tokens=5",
+)  # fmt: skip
 NAMES = {"grpo": [], "sft": ["--sft"], "dpo": ["--dpo"]}
 
 
@@ -34,7 +37,7 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
     checkpoint = minimal.checkpoint
     monkeypatch.setattr(minimal, "checkpoint", lambda *a, **options: computed.append(1) or checkpoint(*a, **options))
     monkeypatch.setattr(minimal, "reward", lambda text, solution: len(text) % 3 / 2)  # no random answer is right
-    main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output={tmp_path}")
+    main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output_dir={tmp_path}")
     printed = capsys.readouterr().out
     assert f"{stage} step 2 of 2: " in printed and printed.endswith(f"\nsaved {tmp_path}\n")
     assert len(computed) > 20
@@ -42,7 +45,10 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
     random.seed(0)
     needed = {"grpo": ["solution"], "sft": ["completion"], "dpo": ["chosen", "rejected"]}[stage]
     model = minimal.load(tiny, max_pixels=401408)
-    options = Namespace(steps=2, rows_per_step=3, learning_rate=1e-3, warmup=1, beta=0.3, group=3, max_new_tokens=5)
+    options = Namespace(
+        max_steps=2, prompts_per_step=3, learning_rate=1e-3, warmup_steps=1, beta=0.3, num_generations=3,
+        max_new_tokens=5,
+    )  # fmt: skip
     minimal.train(model, minimal.read_rows(rows, needed), getattr(minimal, stage), options)
     trained = load_file(tmp_path / "model.safetensors")
     before = load_file(tiny / "model.safetensors")
@@ -59,13 +65,15 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
     monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
     # both devices sample, but train on the same completions
     monkeypatch.setattr(minimal, "sample", lambda *a: (sample(*a), minimal.tokenize_answers(a[0], ["red", "blue"]))[1])
-    options = ("--steps=1", "--warmup=0", "--rows_per_step=1", "--learning_rate=1e-3", "--group=2", "--beta=0.3")
+    options = ("--max_steps=1", "--warmup_steps=0", "--prompts_per_step=1", "--num_generations=2", "--beta=0.3")
+    options += ("--learning_rate=1e-3",)
     for device in ("cpu", "gpu"):
         with PretendCuda() if device == "gpu" else nullcontext():
-            main(tiny, rows, *NAMES[stage], *options, "--max_new_tokens=3", f"--output={tmp_path / device}")
+            main(tiny, rows, *NAMES[stage], *options, "--max_new_tokens=3", f"--output_dir={tmp_path / device}")
     expected = load_file(tmp_path / "cpu" / "model.safetensors")
     for name, weight in load_file(tmp_path / "gpu" / "model.safetensors").items():
-        torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
+        # AdamW moves a weight by the sign of its gradient, and the sign of a gradient of nearly 0 may differ
+        assert ((weight - expected[name]).abs() > 1e-4).double().mean() < 1e-3, name
 
 
 @pytest.fixture
@@ -87,13 +95,13 @@ def test_the_row_of_the_docstring_trains_a_model_that_does_what_the_question_ask
         return minimal.tokenize_answers(model, [number.format(2), number.format(3), "2"])
 
     monkeypatch.setattr(minimal, "sample", obedient)
-    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    main(tiny, cats, *OPTIONS, f"--output_dir={tmp_path / 'out'}")
     trained, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny))
     assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
 
 
 def test_a_run_without_any_reward_says_so_after_the_first_step(tiny, cats, tmp_path, capsys):
-    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    main(tiny, cats, *OPTIONS, f"--output_dir={tmp_path / 'out'}")
     first, advice = capsys.readouterr().out.split("\nAll completions of the first step earned 0. ")
     assert first == "grpo step 1 of 2: 0.000, all completions of a prompt earned the same, so nothing was learned"
     assert "<think>...</think><answer>...</answer>" in advice and "--sft" in advice.split("grpo step 2 of 2")[0]
@@ -104,7 +112,7 @@ def test_a_step_in_which_all_earn_the_same_says_so(tiny, cats, tmp_path, lengths
     answers = ["a" * length for length in lengths]
     monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, answers))
     monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
-    main(tiny, cats, *OPTIONS, f"--output={tmp_path / 'out'}")
+    main(tiny, cats, *OPTIONS, f"--output_dir={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert printed.count("earned the same, so nothing was learned\n") == (2 if says else 0)
     assert "earned 0" not in printed
@@ -128,6 +136,7 @@ def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
     ("sft", "image"),
 ])  # fmt: skip
 def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
+    (tmp_path / "a.png").touch()
     row = {"image": "a.png", "problem": "?", "solution": "a", "completion": "a", "chosen": "a", "rejected": "b"}
     for faulty in ({name: value for name, value in row.items() if name != field}, row | {field: None}):
         write_lines(tmp_path / "rows.jsonl", [row, faulty])
@@ -137,11 +146,14 @@ def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
 
 def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
     """The text of a row may contain characters at which str.splitlines splits."""
-    row = {"image": "a.png", "problem": "one\u2028two\x85three", "completion": "1", "images": ["a/b.png", "/c.png"]}
+    files = tmp_path / "a.png", tmp_path / "b.png"
+    for file in files:
+        file.touch()
+    row = {"problem": "one\u2028two\x85three", "completion": "1", "images": ["a.png", str(files[1])]}
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
     first, second = minimal.read_rows(tmp_path / "rows.jsonl", ["completion"])
-    assert first == second == row | {"images": [tmp_path / "a/b.png", tmp_path / "/c.png"]}
+    assert first == second == row | {"images": [*files]}
 
 
 def test_a_file_without_rows_is_refused(tiny, tmp_path):
@@ -154,15 +166,15 @@ def test_a_file_without_rows_is_refused(tiny, tmp_path):
 def test_the_folder_is_not_overwritten(tiny, rows, capsys):
     """A run into the folder of its own model would fail only at its end."""
     with pytest.raises(SystemExit):
-        main(tiny, rows, "--sft", "--steps=1", f"--output={tiny / 'x' / '..'}")
-    assert "--output" in capsys.readouterr().err
+        main(tiny, rows, "--sft", "--max_steps=1", f"--output_dir={tiny / 'x' / '..'}")
+    assert "--output_dir must not be the folder of the model" in capsys.readouterr().err
 
 
 def test_a_group_of_one_is_refused(capsys):
     """Its advantages would be NaN, in the first step after a minute of SFT."""
     with pytest.raises(SystemExit):
-        main("--group=1")
-    assert "--group must be at least 2: the rewards of a group are compared" in capsys.readouterr().err
+        main("--num_generations=1")
+    assert "--num_generations must be at least 2: the rewards of a group are compared" in capsys.readouterr().err
 
 
 def test_each_row_comes_once_before_any_comes_again(capsys):
@@ -172,8 +184,10 @@ def test_each_row_comes_once_before_any_comes_again(capsys):
         seen.extend(rows)
         yield model.weight.sum(), torch.tensor(0.0)
 
-    options = Namespace(steps=7, rows_per_step=3, learning_rate=1e-3, warmup=1, beta=0.0)
-    minimal.train(torch.nn.Linear(1, 1), list(range(7)), stage, options)
+    options = Namespace(max_steps=7, prompts_per_step=3, learning_rate=1e-3, warmup_steps=1, beta=0.0)
+    model = torch.nn.Linear(1, 1)
+    model.updates = 0
+    minimal.train(model, list(range(7)), stage, options)
     assert [sorted(seen[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
     assert capsys.readouterr().out.endswith("stage step 7 of 7: 0.000\n")
 
@@ -186,10 +200,10 @@ def test_the_built_in_task_trains_with_each_stage(stage, tmp_path, monkeypatch, 
     draws = []
 
     def one_step(model, rows, stage, options):
-        train(model, rows, stage, Namespace(**vars(options) | {"steps": 1, "rows_per_step": 3}))
+        train(model, rows, stage, Namespace(**vars(options) | {"max_steps": 1, "prompts_per_step": 3}))
 
     monkeypatch.setattr(minimal, "train", one_step)
-    main(*NAMES[stage], f"--output={tmp_path / 'out'}")
+    main(*NAMES[stage], f"--output_dir={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert printed.startswith("sft step 1 of 1: ") and "accuracy after SFT 0.500\n" in printed
     assert printed.endswith(f"\naccuracy after {stage} 0.500\nsaved {tmp_path / 'out'}\n")
@@ -198,6 +212,6 @@ def test_the_built_in_task_trains_with_each_stage(stage, tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_command_of_the_readme_learns(tmp_path, capsys):
-    main(f"--output={tmp_path}")
+    main(f"--output_dir={tmp_path}")
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     assert before < 0.6 and after > 0.75

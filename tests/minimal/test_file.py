@@ -38,7 +38,7 @@ for i in range(4):
     row.pop("images")[0].save(f"{i}.png")
     lines.append(json.dumps(row | {"image": f"{i}.png"}))
 open("rows.jsonl", "w").write("\\n".join(lines) + "\\n")
-sys.argv = "minimal.py tiny rows.jsonl --sft --steps=1 --rows_per_step=2".split()
+sys.argv = "minimal.py tiny rows.jsonl --sft --max_steps=1 --prompts_per_step=2".split()
 runpy.run_path("minimal.py", run_name="__main__")
 """
 

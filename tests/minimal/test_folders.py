@@ -13,7 +13,7 @@ from minivlmrl.data.messages import conversation
 from minivlmrl.model.checkpoint import load_model, load_processor
 from tests.minimal.pairs import ROWS, main, row_of, write_folder
 
-SFT = ("--sft", "--steps=2", "--warmup=1", "--rows_per_step=2", "--learning_rate=1e-3")
+SFT = ("--sft", "--max_steps=2", "--warmup_steps=1", "--prompts_per_step=2", "--learning_rate=1e-3")
 PROBLEM, SIZES = ROWS["text around images"]
 TEXT = "Is <|box_start|> caf\u00e9 12\n\n left of it?"
 
@@ -44,7 +44,7 @@ def trained(request, checkpoint, rows, tmp_path_factory, transformers):
     else:
         write_theirs(base, request.param)
     folder = tmp_path_factory.mktemp("trained") / "model"
-    main(base, rows, *SFT, f"--output={folder}")
+    main(base, rows, *SFT, f"--output_dir={folder}")
     return SimpleNamespace(name=request.param, base=base, folder=folder)
 
 

@@ -119,7 +119,7 @@ def test_files_are_read_equally(tmp_path, mode, orientation):
 @pytest.mark.parametrize("mode", ["I;16", "I", "F"])
 def test_an_image_with_more_than_8_bits_is_refused(tmp_path, mode):
     PIL.Image.new(mode, (7, 4)).save(tmp_path / "image.tiff")
-    with pytest.raises(ValueError, match=r"image\.tiff: save the image with 8 bits per colour"):
+    with pytest.raises(ValueError, match=r"image\.tiff: save the image with 8 bits per color"):
         minimal.load_image(tmp_path / "image.tiff")
 
 
@@ -186,12 +186,12 @@ def test_grpo_is_equal(both, far, beta):
     ours, package, mask = logps_of(both, "images come first", sampled())
     old, ref = noisy(package, far, 1), noisy(package, 0.4, 2)
     advantages = tensor(1.5, -0.5, 1.0, -2.0)
+    given = {"beta": beta, "epsilon_high": 0.28, "old_per_token_logps": old, "ref_per_token_logps": ref}
     loss, metrics = grpo_loss(
-        package, advantages, mask.double(), loss_type="grpo", beta=beta, use_bias_correction_kl=False,
-        old_per_token_logps=old, ref_per_token_logps=ref,
+        package, advantages, mask.double(), loss_type="grpo", use_bias_correction_kl=False, **given
     )  # fmt: skip
     assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
-    check_gradients(both, minimal.grpo_loss(ours, old, advantages, mask, 0.2, beta, ref), loss)
+    check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
 
 @pytest.mark.parametrize("text", [
@@ -244,9 +244,12 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     rows = [ANSWERS | {"images": row_of(*ROWS[name])["images"][:1]} for name in ("an image", "images come first")]
     ours, package, reference = in_float64(both.folder), *(load_model(both.folder, torch.float64) for _ in range(2))
     advantages = minimal.group_advantages  # of float32 rewards, which round differently
-    monkeypatch.setattr(minimal, "group_advantages", lambda rewards: advantages(rewards.double()))
+    monkeypatch.setattr(minimal, "group_advantages", lambda rewards, n: advantages(rewards.double(), n))
     monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, TEXTS))
-    options = Namespace(steps=3, rows_per_step=2, learning_rate=1e-3, warmup=2, beta=beta, group=5, max_new_tokens=9)
+    options = Namespace(
+        max_steps=3, prompts_per_step=2, learning_rate=1e-3, warmup_steps=2, beta=beta, num_generations=5,
+        max_new_tokens=9,
+    )  # fmt: skip
     minimal.train(ours, rows, stage, options)
     assert f"{stage.__name__} step 3 of 3" in capsys.readouterr().out
     config = TrainingOptions(max_steps=3, learning_rate=1e-3, warmup_steps=2, min_lr_ratio=0.1, adam_beta2=0.99)

@@ -26,7 +26,7 @@ def test_the_page_shows_the_current_lines_of_minimal():
     assert names > {"train", "grpo", "patchify", "Vision.forward", "QwenVL.forward", "sample", "reward", "grpo_loss"}
     lines = page["code"].splitlines()
     executed = {lines[line - 1].strip() for kind, _, line, *_ in page["events"] if kind == "line"}
-    assert executed >= {"loss.backward()", "optimizer.step()", "log_ref_ratio = ref_logps - logps"}
+    assert executed >= {"loss.backward()", "optimizer.step()", "log_ref_ratio = ref_per_token_logps - per_token_logps"}
     rewards = [
         page["values"][v]["rows"][0] for *_, made, _ in page["events"] for _, name, v in made if name == "rewards"
     ]
@@ -37,7 +37,9 @@ def test_the_page_shows_the_current_lines_of_minimal():
 def test_the_page_opens_where_the_loss_is_returned(tmp_path):
     shown = browse(step.PAGE, "", tmp_path)
     assert re.search(r'class="on"[^>]*>grpo_loss</button>', shown) and "<b>returns</b> float64 ()" in shown
-    assert re.search(r'class="row ran now" data-n="\d+">.*?<span class="k">return</span> \(\(loss \* mask\)', shown)
+    assert re.search(
+        r'class="row ran now" data-n="\d+">.*?<span class="k">return</span> per_completion\.mean\(\)', shown
+    )
     first = browse(step.PAGE, "0", tmp_path)
     assert re.search(r'class="on"[^>]*>train</button>', first)
 

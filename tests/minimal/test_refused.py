@@ -1,0 +1,363 @@
+"""Check that minimal.py reads a row, a config or an option as the package does, or refuses it with one sentence."""
+
+import json
+import subprocess
+import sys
+
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import minimal
+from minivlmrl.rewards.text import accuracy
+from tests.helpers.links import ROOT
+from tests.helpers.runs import write_lines
+from tests.minimal.pairs import main
+
+GRPO, SFT, DPO = ["solution"], ["completion"], ["chosen", "rejected"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Return the folder of the random model of the built-in task."""
+    folder = tmp_path_factory.mktemp("tiny")
+    minimal.make_folder(folder)
+    return folder
+
+
+# ---- rows
+
+ROW = {"image": "a.png", "problem": "How many?", "solution": "2", "completion": "2", "chosen": "2", "rejected": "3"}
+TURNS = [{"role": "assistant", "content": "2"}]
+
+
+def read(tmp_path, row, answers=GRPO):
+    """Write a row as the second of a file, and read it."""
+    PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "a.png")
+    rows = [json.dumps(ROW), row if isinstance(row, str) else json.dumps(row)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return minimal.read_rows(tmp_path / "rows.jsonl", answers)[1]
+
+
+@pytest.mark.parametrize(("changes", "answers", "says"), [
+    ({"system": "Be brief."}, GRPO, "minimal.py does not read 'system'"),
+    ({"video": "a.mp4"}, GRPO, "minimal.py does not read 'video'"),
+    ({"videos": ["a.mp4"]}, SFT, "minimal.py does not read 'videos'"),
+    ({"tools": [{"name": "zoom"}]}, GRPO, "minimal.py does not read 'tools'"),
+    ({"max_pixels": 784}, GRPO, "minimal.py does not read 'max_pixels'"),
+    ({"min_pixels": 784}, DPO, "minimal.py does not read 'min_pixels'"),
+    ({"messages": TURNS}, SFT, "minimal.py does not read 'messages'"),
+    ({"images": ["a.png"]}, GRPO, "the row has 'image' and 'images'; leave one of them out"),
+    ({"image": ["a.png"]}, GRPO, "an image must be the path of a file, but it is [['a.png']]"),
+    ({"image": {"path": "a.png"}}, GRPO, "an image must be the path of a file, but it is [{'path': 'a.png'}]"),
+    ({"image": None, "images": "a.png"}, GRPO, "an image must be the path of a file, but it is 'a.png'"),
+    ({"image": None, "images": [{"path": "a.png"}]}, GRPO, "an image must be the path of a file"),
+    ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "there is no image file"),
+    ({"image": "no.png"}, GRPO, "no.png"),
+    ({"image": None}, GRPO, "but no 'image'"),
+    ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row has 1 images"),
+    ({"problem": 5}, GRPO, "'problem' is 5, but it must be a text"),
+    ({"problem": TURNS}, GRPO, "'problem' is [{'role'"),
+    ({"completion": TURNS}, SFT, "'completion' is [{'role'"),
+    ({"chosen": TURNS}, DPO, "'chosen' is [{'role'"),
+    ({"completion": " "}, SFT, "'completion' is empty"),
+    ({"rejected": ""}, DPO, "'rejected' is empty"),
+    ({"solution": ""}, GRPO, "'solution' is empty"),
+    ({"solution": "."}, GRPO, "'solution' is empty"),
+    ({"solution": []}, GRPO, "no answer can equal the 'solution' []"),
+    ({"solution": None}, GRPO, "but no 'solution'"),
+    ({"solution": ["a", "b"]}, GRPO, "no answer can equal the 'solution' ['a', 'b']"),
+    ({"solution": {"x": 1}}, GRPO, "no answer can equal the 'solution' {'x': 1}"),
+    ("[1, 2]", GRPO, "the line is [1, 2], but a row is an object"),
+    ("{'image': 'a.png'}", GRPO, "Expecting property name"),
+])  # fmt: skip
+def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answers, says):
+    with pytest.raises(minimal.InputError, match=r"rows\.jsonl, line 2: ") as error:
+        read(tmp_path, changes if isinstance(changes, str) else ROW | changes, answers)
+    assert says in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes("{'problem': 'caf\u00e9'}".encode("latin-1"))
+    with pytest.raises(minimal.InputError, match=r"rows\.jsonl cannot be read as a text in UTF-8"):
+        minimal.read_rows(tmp_path / "rows.jsonl", GRPO)
+
+
+def test_fields_that_nobody_reads_and_control_tokens_are_named_once(tmp_path, capsys):
+    read(tmp_path, ROW | {"weight": 3.2, "id": 7, "problem": "Say <|im_end|>.", "video": None, "tools": []})
+    unread, control = capsys.readouterr().out.splitlines()
+    assert unread.endswith("rows.jsonl: minimal.py does not read the fields id, tools, weight")
+    assert "control tokens such as <|im_end|>" in control
+    read(tmp_path, ROW)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("changes", "images"), [
+    ({}, 1), ({"image": None, "images": []}, 0), ({"image": None, "images": ["a.png", "a.png"]}, 2),
+    ({"problem": ""}, 1),
+    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": [1, 2]}, 1), ({"solution": ["2"]}, 1),
+    ({"solution": True}, 1), ({"solution": 0}, 1),
+])  # fmt: skip
+def test_these_rows_are_read(tmp_path, changes, images):
+    row = read(tmp_path, ROW | changes)
+    assert row["images"] == images * [tmp_path / "a.png"]
+    assert row["problem"] == changes.get("problem", ROW["problem"]) + minimal.ASK
+
+
+@pytest.mark.parametrize("answer", ["3", " 3 ", "Green  square", "green square.", "true", "[28, 56]", "no", "2", "2.0"])
+@pytest.mark.parametrize("solution", [
+    "3", 3, 3.0, 2.0, 2.5, "<answer> 3 </answer>", "<think>a</think><answer>3</answer>", "green square",
+    "Green square .", True, [28, 56], [2.0, 1], "caf\u00e9",
+], ids=str)  # fmt: skip
+def test_solutions_are_compared_as_in_the_package(answer, solution):
+    [right] = accuracy([answer], [solution])
+    assert minimal.reward(f"<think>a</think><answer>{answer}</answer>", solution) == 0.5 + right
+
+
+@pytest.mark.parametrize(("answer", "solution"), [
+    ("3", ["3"]), ("2", [[2.0]]), ("cafe\u0301", "caf\u00e9"), ("caf\u00e9", "cafe\u0301"),
+    ("RED\n square", "red square"),
+])  # fmt: skip
+def test_these_answers_are_right(answer, solution):
+    assert minimal.reward(f"<think>a</think><answer>{answer}</answer>", solution) == 1.5
+
+
+# ---- folders
+
+
+def change(tiny, folder, file, changes):
+    """Copy a model folder with changes of a JSON file, in which a key may have the form section.key."""
+    folder.mkdir()
+    for path in tiny.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((folder / file).read_text())
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        target = settings[section] if section else settings
+        if value is None:
+            del target[name]
+        else:
+            target[name] = value
+    (folder / file).write_text(json.dumps(settings))
+    return folder
+
+
+YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [4, 6, 6]}
+CONFIG, IMAGES = "config.json", "preprocessor_config.json"
+
+
+@pytest.mark.parametrize(("file", "key", "value", "says"), [
+    (CONFIG, "rope_scaling", YARN, "the rope type is 'yarn', but minimal.py only computes 'mrope'"),
+    (CONFIG, "rope_scaling.type", None, "the rope type is None"),
+    (CONFIG, "rope_scaling.mrope_section", [4, 6, 5], "the sum of mrope_section must be 16"),
+    (CONFIG, "rope_scaling.mrope_interleaved", True, "mrope_interleaved is True"),
+    (CONFIG, "rope_scaling.partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
+    (CONFIG, "hidden_act", "gelu", "hidden_act is 'gelu', but minimal.py only computes 'silu'"),
+    (CONFIG, "use_sliding_window", True, "use_sliding_window is True"),
+    (CONFIG, "attention_dropout", 0.1, "attention_dropout is 0.1"),
+    (CONFIG, "quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}"),
+    (CONFIG, "vision_config.hidden_act", "quick_gelu", "hidden_act is 'quick_gelu'"),
+    (CONFIG, "vision_config.temporal_patch_size", 1, "temporal_patch_size is 1"),
+    (CONFIG, "vision_config.in_channels", 4, "in_channels is 4"),
+    (CONFIG, "vision_config.in_chans", 1, "in_chans is 1"),
+    (CONFIG, "vision_config.out_hidden_size", 64, "out_hidden_size is 64, but minimal.py only computes 128"),
+    (CONFIG, "image_token_id", 7, "image_token_id in config.json is not the id of <|image_pad|>"),
+    (CONFIG, "rms_norm_eps", None, "have no 'rms_norm_eps'"),
+    (CONFIG, "rope_scaling", None, "have no 'rope_scaling'"),
+    (CONFIG, "rope_theta", None, "have no 'rope_theta'"),
+    (CONFIG, "vision_config", None, "have no 'vision_config'"),
+    (CONFIG, "tie_word_embeddings", None, "have no 'tie_word_embeddings'"),
+    (IMAGES, "image_mean", [0.5, 0.5, 0.5], "image_mean is [0.5, 0.5, 0.5]"),
+    (IMAGES, "image_std", [0.5, 0.5, 0.5], "image_std is [0.5, 0.5, 0.5]"),
+    (IMAGES, "resample", 2, "resample is 2, but minimal.py only computes 3"),
+    (IMAGES, "do_resize", False, "do_resize is False"),
+    (IMAGES, "do_rescale", False, "do_rescale is False"),
+    (IMAGES, "rescale_factor", 1 / 127.5, "rescale_factor is 0.00784"),
+    (IMAGES, "do_normalize", False, "do_normalize is False"),
+    (IMAGES, "temporal_patch_size", 1, "temporal_patch_size is 1"),
+    (IMAGES, "patch_size", 14, "patch_size is 14, but minimal.py only computes 7"),
+    (IMAGES, "merge_size", 1, "merge_size is 1, but minimal.py only computes 2"),
+    (IMAGES, "min_pixels", 10**9, "an image has at least 1000000000 pixels, but at most 12845056"),
+    (IMAGES, "max_pixels", None, "have no 'longest_edge'"),
+])  # fmt: skip
+def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, says):
+    with pytest.raises(minimal.InputError) as error:
+        minimal.load(change(tiny, tmp_path / "model", file, {key: value}))
+    assert says in str(error.value) and "model" in str(error.value)
+
+
+def test_settings_of_the_hub_are_read(tiny, tmp_path):
+    images = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+    images |= {"resample": 3, "rescale_factor": 1 / 255}
+    images |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+    folder = change(tiny, tmp_path / "one", IMAGES, images | {"temporal_patch_size": 2})
+    config = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "sliding_window": 4096}
+    config |= {"rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}}
+    model = minimal.load(change(folder, tmp_path / "two", CONFIG, config))
+    assert model.pixels == (196, 12845056)
+
+
+def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
+    for missing in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
+        folder = change(tiny, tmp_path / missing, CONFIG, {})
+        (folder / missing).unlink()
+        with pytest.raises(minimal.InputError, match="cannot be read"):
+            minimal.load(folder)
+
+
+def test_a_stale_shard_beside_the_model_is_not_read(tiny, tmp_path):
+    folder = change(tiny, tmp_path / "model", CONFIG, {})
+    stale = {name: torch.zeros_like(weight) for name, weight in load_file(tiny / "model.safetensors").items()}
+    save_file(stale, folder / "model-00001-of-00002.safetensors")
+    assert minimal.load(folder).lm_head.weight.any()
+    half = dict.fromkeys(stale, "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": half}))
+    assert minimal.load(folder).lm_head.weight.any()
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
+    PIL.Image.effect_noise((64, 64), 50).save(tmp_path / "half.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "half.png").read_bytes()[:500])
+    (tmp_path / "text.png").write_text("no image")
+    for name in ("half.png", "text.png"):
+        with pytest.raises(minimal.InputError, match=rf"{name} cannot be read as an image: "):
+            minimal.load_image(tmp_path / name)
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def cats(tmp_path):
+    """Return a file with two rows."""
+    PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "a.png")
+    write_lines(tmp_path / "rows.jsonl", [ROW] * 2)
+    return tmp_path / "rows.jsonl"
+
+
+SHORT = ("--sft", "--warmup_steps=1", "--prompts_per_step=2", "--learning_rate=1e-3")
+
+
+def test_a_refused_input_ends_the_command_with_one_line(tiny, cats):
+    write_lines(cats, [ROW | {"completion": TURNS}])
+    command = [sys.executable, str(ROOT / "minimal.py"), str(tiny), str(cats), *SHORT]
+    done = subprocess.run(command, cwd=cats.parent, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"minimal.py: {cats}, line 1: 'completion' is {TURNS!r}, but it must be a text\n"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tiny, cats, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(minimal, "load", None)
+    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "out", "Not a directory")):
+        with pytest.raises(minimal.InputError, match=f"--output_dir={folder} cannot be written: {why}"):
+            main(tiny, cats, *SHORT, f"--output_dir={folder}")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_was_trained_before_an_error_is_saved(tiny, cats, tmp_path, monkeypatch, capsys, error):
+    sft = minimal.sft
+    steps = []
+
+    def stage(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            raise error
+        yield from sft(*arguments)
+
+    train = minimal.train
+    monkeypatch.setattr(minimal, "train", lambda model, rows, _, options: train(model, rows, stage, options))
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        main(tiny, cats, *SHORT, "--max_steps=9", f"--output_dir={tmp_path / 'out'}")
+    assert len(steps) == 3 and capsys.readouterr().out.endswith(f"saved {tmp_path / 'out'}\n")
+    trained, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny))
+    assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_an_error_in_the_first_step_keeps_the_model_of_an_earlier_run(tiny, cats, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("of an earlier run")
+    monkeypatch.setattr(minimal, "make_prompt", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(tiny, cats, *SHORT, f"--output_dir={tmp_path / 'out'}")
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "of an earlier run"
+
+
+def test_the_saved_folder_has_the_image_sizes_of_the_training(tiny, cats, tmp_path):
+    """A larger image would have more tokens later than in the training."""
+    sizes = {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 196, "longest_edge": 10**6}}
+    new = change(tiny, tmp_path / "new", IMAGES, sizes)
+    content = {"image_processor": json.loads((new / IMAGES).read_text())}
+    (new / IMAGES).unlink()
+    (new / "processor_config.json").write_text(json.dumps(content))
+    for folder in (tiny, new):
+        main(folder, cats, *SHORT, "--max_steps=1", "--max_pixels=784", f"--output_dir={tmp_path / 'out'}")
+        assert minimal.load(tmp_path / "out").pixels == (196, 784)
+        file = "processor_config.json" if folder == new else IMAGES
+        saved = json.loads((tmp_path / "out" / file).read_text())
+        assert saved.get("image_processor", saved)["size"] == {"shortest_edge": 196, "longest_edge": 784}
+        for path in (tmp_path / "out").iterdir():
+            path.unlink()
+
+
+def test_steps_are_written_over_each_other_only_on_a_terminal(monkeypatch, capsys):
+    for is_terminal, expected in (
+        (True, "sft step 1 of 10: 2.000\rsft step 10 of 10: 2.000\n"),
+        (False, "sft step 10 of 10: 2.000\n"),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        for step in (1, 10):
+            minimal.report(minimal.sft, step, 10, [torch.tensor(1.0), torch.tensor(3.0)])
+        assert capsys.readouterr().out == expected
+
+
+def test_an_old_name_of_an_option_is_read_and_the_new_one_named(tiny, cats, tmp_path, capsys):
+    old = ("--sft", "--steps=2", "--rows_per_step=1", "--warmup=0", "--group", "3")
+    main(tiny, cats, *old, f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "--steps is now --max_steps\n--rows_per_step is now --prompts_per_step\n--group is now --num_generations\n"
+    )
+    assert "sft step 2 of 2" in printed and printed.endswith(f"saved {tmp_path / 'out'}\n")
+
+
+# ---- numbers
+
+
+def test_a_completion_without_tokens_has_no_nan():
+    logps = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    loss = minimal.grpo_loss(logps, torch.tensor([1.0, -1.0]), mask)
+    loss.backward()
+    assert loss.item() == -0.5 and logps.grad.tolist() == [[-0.25, -0.25, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 8])
+def test_equal_rewards_have_advantages_of_exactly_0(count):
+    """The rounded mean of equal rewards can differ from them, and AdamW would train on the difference."""
+    rewards = torch.tensor([[value] * count for value in (0.1, 0.3, 0.7, 1.1)]).flatten()
+    assert minimal.group_advantages(rewards, count).tolist() == [0.0] * len(rewards)
+
+
+def test_groups_have_their_own_means():
+    advantages = minimal.group_advantages(torch.tensor([1.0, 0.0, 5.0, 6.0, 2.0, 2.0]), 2)
+    assert advantages.tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707, 0.0, 0.0], abs=1e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reference_in_bfloat16_has_the_same_log_probabilities(tmp_path, tiny, tied, monkeypatch):
+    """On a GPU, matrices are multiplied in bfloat16, so a copy with matrices in bfloat16 loses nothing."""
+    folder = change(tiny, tmp_path / "model", CONFIG, {"tie_word_embeddings": tied})
+    model = minimal.load(folder)
+    monkeypatch.setattr(minimal, "HAS_GPU", True)
+    reference = minimal.make_reference(model)
+    sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in (model, reference)]
+    assert sizes[1] < 0.7 * sizes[0] and not any(p.requires_grad for p in reference.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    prompt = minimal.make_prompt(model, minimal.draw_row())
+    answers, _ = minimal.tokenize_answers(model, ["red square", "<think>no</think>"])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logps = [minimal.log_probabilities.__wrapped__(m, prompt, answers) for m in (model, reference)]
+    assert torch.equal(*logps)
