@@ -4,12 +4,14 @@ The known mistakes stand in names.py.
 
 | you have | call | in a shell |
 |---|---|---|
-| a loss function | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
+| a loss of your own | `laws(my_loss)` | `python -m minivlmrl parity --laws my_loss.py:my_loss` |
+| a loss that TRL has | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
 | a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
 """
 
+from minivlmrl.extras.parity.all_laws import examine, laws
 from minivlmrl.extras.parity.assertions import (
     assert_rank_invariant,
     assert_same_logps,
@@ -27,5 +29,7 @@ __all__ = [
     "cases",
     "check",
     "check_images",
+    "examine",
     "judge",
+    "laws",
 ]

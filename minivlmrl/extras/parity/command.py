@@ -2,7 +2,9 @@
 
 `--project=NAME --path=FOLDER` checks the losses of a public project instead, see field.py.
 
-The exit status of `parity` is 0 if all numbers agree, 1 if some differ, and 2 if nothing could be compared.
+`--laws` checks a loss by laws instead of recorded numbers, see all_laws.py.
+
+The exit status of `parity` is 0 if all numbers agree and all laws hold, 1 if not, and 2 if nothing could be compared.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import yaml
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import mistake
+from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.field import PROJECTS, judge_project, section
 from minivlmrl.extras.parity.frameworks import FRAMEWORKS
@@ -28,6 +31,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
     )
+    p.add_argument(
+        "--laws", action="store_true", help="check a loss by laws that hold for any loss, without TRL's numbers"
+    )
     p.add_argument("--framework", choices=FRAMEWORKS, help="framework of a loss function (default: torch)")
     p.add_argument("--tolerance", type=float, help="largest error of a loss (default: 1e-6; float32 needs 1e-5)")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
@@ -39,6 +45,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         p.error("give a target, or --project and --path")
     if options.target and options.target.endswith(".py"):
         p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")
+    if options.laws and ":" not in (options.target or ""):
+        p.error("--laws checks a loss, FILE.py:FUNCTION")
     if options.json and (options.project or ":" in options.target):
         p.error("--json prints the report about a recorded step, not about a loss")
     for name in given(options, "framework", "tolerance"):
@@ -60,17 +68,24 @@ def main(arguments: list[str] | None = None) -> int:
         print(section(options.project, verdicts))
         return int(any(verdict.differences for verdict in verdicts.values()))
     if ":" in options.target:
-        only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
-        try:
-            verdict = judge(load_name(options.target), **given(options, "framework", "tolerance"), **limit, **only)
-        except Exception as error:
-            if mistake(error) is None:  # the loss has failed
-                traceback.print_exc()
-                return 2
-            raise
-        print(verdict)
-        return int(bool(verdict.differences))
+        return check_loss(options, limit)
     findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)
     result = as_json(findings, d)
     print(json.dumps(result, indent=1) if options.json else report(findings, d))
     return int(not result["agrees"])
+
+
+def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
+    """Print the verdict about a loss function, and return the exit status."""
+    only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
+    bridge = given(options, "framework", "tolerance")
+    try:
+        my_loss = load_name(options.target)
+        verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
+    except Exception as error:
+        if mistake(error) is None:  # the loss has failed
+            traceback.print_exc()
+            return 2
+        raise
+    print(verdict)
+    return int(not verdict.agrees)

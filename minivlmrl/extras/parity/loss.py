@@ -4,7 +4,6 @@ docs/numerical_parity.md shows how to check a loss. In a clone, `pytest tests/pa
 minivlmrl with the installed TRL.
 """
 
-import inspect
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,18 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
-from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.trainers.base import checked_loss
 
 SHOWN = 4  # differing cases that are printed
 CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
 
 
 def check(
@@ -82,6 +79,10 @@ class Verdict:
     where: str = ""  # what the differing cases have in common
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
+
+    @property
+    def agrees(self) -> bool:
+        return not self.differences
 
     def __str__(self) -> str:
         differing = len(self.differences)
@@ -203,38 +204,13 @@ class Comparison:
         return f"value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
 
 
-def call(my_loss, batch: dict, options: dict) -> Tensor:
-    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `normalizer`."""
-    if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
-        return my_loss(batch, options)
-    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
-    named |= {name: x for name, x in options.items() if name not in OF_A_CASE}
-    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
-    return checked_loss("my_loss", returned)[0]
-
-
 def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
     """Compute the user's loss and its gradient for a recorded batch, and compare both with TRL's.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
     """
-    logps = batch["per_token_logps"].requires_grad_()
-    # A loss may change its arguments in place, so it gets copies.
-    try:
-        loss = call(my_loss, {name: x.clone() for name, x in batch.items()}, dict(options))
-    except Exception as error:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-        kind = options["kind"]
-        others = " or ".join(f"kind={name}" for name in ("grpo", "dpo", "sft") if name != kind)
-        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
-        raise
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # Autograd raises an error for a loss without a gradient, but not for loss + 0 * logps.sum().
-    [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
-    loss = loss.detach()
+    loss, ours = loss_and_gradient(my_loss, batch, options)
     return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
+from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.loss import call, cases, check, distance, judge
+from minivlmrl.extras.parity.loss import cases, check, distance, judge
 from minivlmrl.extras.parity.loss_search import alternatives
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss

@@ -1,0 +1,86 @@
+"""Check laws that every right loss obeys, whatever its name: `laws` needs no recorded number and no reference loss.
+
+A law is a generator of findings about a loss. It tries small batches first, so that the sentence about a broken law
+shows the smallest batch that breaks it.
+
+    laws of every loss        masked tokens, padding, the order of rows, micro-batches    common_laws.py
+    laws of a policy loss     advantages, ratios and their bounds, averages, the KL       policy_laws.py
+    laws of DPO and SFT       chosen and rejected answers, label smoothing, a mean        preference_laws.py
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivlmrl.extras.parity.common_laws import COMMON_LAWS
+from minivlmrl.extras.parity.examined import DEFAULTS, Examined, Finding
+from minivlmrl.extras.parity.frameworks import as_torch
+from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS
+from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS
+
+LAWS = {"grpo": POLICY_LAWS, "dpo": DPO_LAWS, "sft": SFT_LAWS}
+NEEDS = POLICY_NEEDS | DPO_NEEDS
+
+
+@dataclass
+class LawReport:
+    """What the laws say about a loss."""
+
+    findings: dict[str, list[Finding]]  # name of each law that was tried: what it says
+
+    def sentences(self, kind: str) -> list[str]:
+        return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
+
+    def broken_laws(self) -> list[str]:
+        return [law for law, found in self.findings.items() if any(finding.kind == "broken" for finding in found)]
+
+    @property
+    def agrees(self) -> bool:
+        return not self.broken_laws()
+
+    def __str__(self) -> str:
+        tried, broken = len(self.findings), len(self.broken_laws())
+        head = f"the loss breaks {broken} of {tried} laws" if broken else f"the loss obeys all {tried} laws"
+        lines = [f"{kind}: {says}" for kind in ("broken", "note", "not tested") for says in self.sentences(kind)]
+        return "\n".join([head, *lines])
+
+
+def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
+    """Check the laws that every right loss obeys, and return the number of laws.
+
+    Args:
+        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, as in `check`.
+        kind: loss kind: grpo, dpo or sft.
+        tolerance: largest error that counts as rounding; a loss in float32 needs 1e-5.
+        framework: torch, jax or mlx, see `check`.
+        options: options of the loss, such as loss_type="dapo". If you name the loss_type, its average and its bounds
+            are laws as well.
+
+    Raises:
+        AssertionError: the loss breaks laws; the message has a sentence for each broken law, with the smallest batch
+            that breaks it.
+        ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
+    """
+    report = examine(my_loss, kind, tolerance, framework, **options)
+    if not report.agrees:
+        raise AssertionError(str(report))
+    return len(report.findings)
+
+
+def examine(
+    my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
+) -> LawReport:
+    """Check the laws like `laws`, and return a report that also has notes, and what could not be tested."""
+    if kind not in LAWS:
+        raise ValueError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
+    for name in options:
+        if name not in DEFAULTS[kind]:
+            known = ", ".join(DEFAULTS[kind])
+            raise ValueError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
+    loss = Examined(as_torch(my_loss, framework), kind, options, tolerance)
+    report = LawReport({})
+    for law in (*COMMON_LAWS, *LAWS[kind]):
+        needs = {needed.__name__ for needed in NEEDS.get(law, ())}
+        if needs & set(report.broken_laws()):
+            continue  # the law would only repeat what an earlier law has found
+        report.findings[law.__name__] = list(law(loss))
+    return report

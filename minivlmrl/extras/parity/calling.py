@@ -1,0 +1,47 @@
+"""Call a user's loss for `parity`, and compute its gradient."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minivlmrl.losses.grpo import LossNormalizer
+from minivlmrl.trainers.base import checked_loss
+
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
+
+
+def loss_and_gradient(my_loss: Callable, batch: dict[str, Tensor], options: dict) -> tuple[Tensor, Tensor]:
+    """Return the loss, a scalar, and its gradient with respect to per_token_logps, both without a graph.
+
+    Raises:
+        ValueError: `my_loss` does not return a scalar tensor.
+    """
+    logps = batch["per_token_logps"].detach().requires_grad_()
+    # A loss may change its arguments in place, so it gets copies.
+    copies = {name: x.clone() for name, x in batch.items()} | {"per_token_logps": logps.clone()}
+    try:
+        loss = call(my_loss, copies, dict(options))
+    except Exception as error:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+        kind = options["kind"]
+        others = " or ".join(f"kind={name}" for name in ("grpo", "dpo", "sft") if name != kind)
+        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
+        raise
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
+    # Autograd raises an error for a loss without a gradient, but not for loss + 0 * logps.sum().
+    [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
+    return loss.detach(), gradient
+
+
+def call(my_loss: Callable, batch: dict, options: dict) -> Tensor:
+    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `normalizer`."""
+    if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
+        return my_loss(batch, options)
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
+    named |= {name: x for name, x in options.items() if name not in OF_A_CASE}
+    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
+    return checked_loss("my_loss", returned)[0]

@@ -1,0 +1,100 @@
+"""Laws of every loss: masked tokens, padding, the order of rows, and micro-batches."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from minivlmrl.extras.parity.examined import Examined, Finding, Law, described, numbers, rows_of
+
+
+def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
+    """Masked tokens have no gradient, and their log-probabilities change nothing."""
+    for batch, options in loss.batches():
+        inside = batch["mask"].bool()
+        value, slope = loss(batch, **options)
+        if loss.differ(slope.masked_fill(inside, 0.0), torch.zeros_like(slope)):
+            where = described(batch, options)
+            yield Finding(f"masked tokens are trained. Smallest batch: {where}; its gradient is {numbers(slope)}")
+            return
+        for name in ("per_token_logps", "old_per_token_logps", "ref_per_token_logps"):
+            if name not in batch:
+                continue
+            other_value, other_slope = loss(batch | {name: batch[name].where(inside, batch[name] - 1.7)}, **options)
+            if loss.differ(other_value, value) or loss.differ(other_slope[inside], slope[inside]):
+                yield Finding(
+                    f"masked tokens change the loss. Smallest batch: {described(batch, options)}; if {name} is 1.7 "
+                    f"nats lower at masked tokens, {change(loss, value, other_value)}"
+                )
+                return
+
+
+def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
+    """Three more columns of padding change nothing."""
+    for batch, options in loss.batches():
+        T = batch["mask"].shape[-1]
+        value, slope = loss(batch, **options)
+        padded = dict(batch)
+        for name, x in batch.items():
+            if x.dim() > 1:
+                padded[name] = pad(x, (0, 3), value=0.0 if name == "mask" else -0.9)
+        other_value, other_slope = loss(padded, **options)
+        if loss.differ(other_value, value) or loss.differ(other_slope[..., :T], slope):
+            yield Finding(
+                f"padding changes the loss. Smallest batch: {described(batch, options)}; with three more columns of "
+                f"padding, {change(loss, value, other_value)}"
+            )
+            return
+
+
+def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
+    """Another order of the rows changes nothing."""
+    for batch, options in loss.batches():
+        value, slope = loss(batch, **options)
+        other_value, other_slope = loss({name: x.flip(0) for name, x in batch.items()}, **options)
+        if loss.differ(other_value, value) or loss.differ(other_slope.flip(0), slope):
+            yield Finding(
+                f"the order of the rows changes the loss. Smallest batch: {described(batch, options)}; in reverse "
+                f"order, {change(loss, value, other_value)}"
+            )
+            return
+
+
+def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
+    """The gradient of a step is the sum, or the mean, of the gradients of its micro-batches.
+
+    The sum belongs to losses that divide by a number of the whole step, and the mean to those that divide by the number
+    of rows.
+    """
+    for batch, options in loss.batches():
+        B = len(batch["mask"])
+        if B == 1:
+            continue
+        step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
+        rows = [rows_of(batch, slice(i, i + 1)) for i in range(B)]
+        whole = loss.gradient(batch, **options)
+        parts = torch.cat([loss.gradient(row, **options, **step) for row in rows])
+        if not (loss.differ(parts, whole) and loss.differ(parts / B, whole)):
+            continue
+        says = (
+            f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; the gradient is "
+            f"{numbers(whole)}, but the mean over micro-batches of one row is {numbers(parts / B)}"
+        )
+        # Some trainers weigh micro-batches by their tokens later. TRL's DAPO divides by the tokens of the whole step.
+        alone = torch.cat([loss.gradient(row, **options) for row in rows])
+        is_local = not loss.differ(alone, parts) and loss.given.get("loss_type") != "dapo"
+        if is_local or loss.kind != "grpo":
+            yield Finding(f"{says}. Each micro-batch is averaged by itself, as in BNPO", "note")
+        else:
+            yield Finding(says)
+        return
+
+
+def change(loss: Examined, value: Tensor, other_value: Tensor) -> str:
+    if loss.differ(other_value, value):
+        return f"the loss is {numbers(other_value)} instead of {numbers(value)}"
+    return "the gradient changes"
+
+
+COMMON_LAWS: tuple[Law, ...] = (masked_tokens_are_inert, padding_changes_nothing, rows_have_no_order)

@@ -1,0 +1,501 @@
+"""Laws of a policy loss: advantages, ratios and their bounds, averages, and the KL.
+
+Most laws are about the gradient of a token, divided by minus its advantage. This quotient is the token's weight in the
+average, times a function of the ratio, here called the gate. PPO's gate is the ratio itself, or 0 where the clip stops
+the token.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.extras.parity.common_laws import masked_tokens_are_inert, micro_batches_add_up, padding_changes_nothing
+from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
+
+CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+LOGP = -2.0  # log-probability of the token in a batch of one token
+
+
+def asked_type(loss: Examined) -> str | None:
+    """Return the loss_type that the user has named, if it is one of TRL's."""
+    return loss.loss_type if "loss_type" in loss.given and loss.loss_type in LOSS_TYPES else None
+
+
+def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, logp: float = LOGP) -> dict[str, Tensor]:
+    """Return a batch with one completion of one token."""
+    logps = {"per_token_logps": logp, "old_per_token_logps": logp - math.log(ratio), "ref_per_token_logps": ref}
+    batch = {name: torch.full((1, 1), x, dtype=torch.float64) for name, x in logps.items()}
+    return batch | {"mask": torch.ones(1, 1).double(), "advantages": torch.tensor([advantage]).double()}
+
+
+def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
+    """Return the value and the gradient for a batch of one token, whose weight is 1 in every average."""
+    value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
+    return value.item(), slope.item()
+
+
+def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
+    return batch | {"old_per_token_logps": batch["per_token_logps"], "advantages": advantages.double()}
+
+
+def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
+    """Return the weight of each token in the average, (B, T): on policy, minus the gradient for an advantage of 1."""
+    return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
+
+
+# --------------------------------------------------------------------------------------------------------- advantages
+
+
+def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
+    """On policy, training makes tokens with a positive advantage likelier, and changes nothing if it is 0."""
+    for mask in MASKS:
+        for shift in range(3):
+            advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
+            batch = on_policy(random_batch("grpo", mask), advantages)
+            slope = loss.gradient(batch, beta=0.0)
+            direction = -(slope * (slope.abs() > loss.tolerance / 1000)).sign()
+            wrong = batch["mask"].bool() & (direction != advantages[:, None].sign())
+            if wrong.any():
+                row, token = wrong.nonzero()[0].tolist()
+                yield Finding(
+                    f"a token is not pushed in the direction of its advantage. Smallest batch: {described(batch)}; "
+                    f"the gradient of token {token} in row {row} is {numbers(slope[row, token])}"
+                )
+                return
+
+
+def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
+    """On policy, the gradient of one token is minus its advantage."""
+    for advantage in (1.0, -0.5):
+        _, slope = of_one_token(loss, advantage=advantage)
+        if abs(slope + advantage) > loss.tolerance:
+            yield Finding(
+                f"the gradient of a token has a wrong size. Smallest batch: one token, advantage {advantage:g}, ratio "
+                f"1; the gradient is {slope:.4g} instead of {-advantage:g}"
+            )
+            return
+
+
+def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
+    """The advantage of a row changes no gradient of another row."""
+    for mask in MASKS:
+        batch = random_batch("grpo", mask)
+        if len(mask) == 1:
+            continue
+        before = loss.gradient(batch, beta=0.0)
+        advantages = batch["advantages"].clone()
+        advantages[-1] = -advantages[-1] - 1
+        after = loss.gradient(batch | {"advantages": advantages}, beta=0.0)
+        if loss.differ(before[:-1], after[:-1]):
+            yield Finding(
+                f"the advantage of a row changes the gradient of another row. Smallest batch: {described(batch)}; if "
+                f"the last advantage is {advantages[-1]:.3g}, the gradient of the first row is {numbers(after[0])} "
+                f"instead of {numbers(before[0])}"
+            )
+            return
+
+
+# ------------------------------------------------------------------------------------------------- ratios and bounds
+
+
+@dataclass
+class Gate:
+    """How the gradient of a token depends on its ratio."""
+
+    says: str
+    weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient divided by minus the advantage
+    loss_types: tuple[str, ...] = ()  # losses with this gate
+    variant_of: tuple[str, ...] = ()  # losses for which some projects use this gate on purpose
+
+    def expected(self, ratio: float, advantage: float) -> float:
+        given = torch.tensor([ratio, advantage], dtype=torch.float64)
+        return self.weight(given[0], given[1]).item()
+
+
+def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return PPO's gate with the bounds low and high, and with a dual clip at the ratio `cap`."""
+
+    def weight(ratio, advantage):
+        stops = torch.where(advantage > 0, ratio > high, (ratio < low) | (ratio > cap))
+        return ratio * ~stops
+
+    return weight
+
+
+def sapo(ratio, advantage):
+    tau = torch.where(advantage > 0, 1.0, 1.05)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return 4 * gate * (1 - gate) * ratio
+
+
+def vespo(ratio, advantage):
+    k = torch.where(advantage > 0, 2.0, 3.0)
+    lam = torch.where(advantage > 0, 3.0, 2.0)
+    ratio = ratio.clamp(1e-8, math.exp(20))
+    return (lam + k * ratio.log() - lam * ratio).exp()
+
+
+@dataclass
+class Token:
+    """A batch of one token, and how a loss acts on it."""
+
+    ratio: float
+    advantage: float
+    value: float
+    weight: float  # gradient divided by minus the advantage, and by the same quotient for the ratio 1
+
+
+def measured_tokens(loss: Examined) -> list[Token]:
+    """Call the loss for single tokens with ratios on both sides of each bound."""
+    low, high = loss.options["epsilon_low"], loss.options["epsilon_high"]
+    bounds = [1 - low, 1 + low, 1 - high, 1 + high, math.exp(-low), math.exp(high)]
+    near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
+    ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
+    tokens = []
+    for advantage in (1.0, -1.0):
+        _, unit = of_one_token(loss, advantage=advantage)
+        for ratio in sorted(ratio for ratio in ratios if ratio > 0):
+            value, slope = of_one_token(loss, ratio=ratio, advantage=advantage)
+            tokens.append(Token(ratio, advantage, value, slope / unit))
+    return tokens
+
+
+def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
+    """Return the gates of known losses, some of them with bounds that are read off the measured tokens."""
+    low = 1 - loss.options["epsilon_low"]
+    high = 1 + loss.options["epsilon_high"]
+    same = 1 + loss.options["epsilon_low"]
+    raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage > 0)
+    smallest, largest = raised[0][1], raised[-1][1]
+    lowered = [token for token in tokens if token.advantage < 0]
+    cap = min((token.ratio for token in lowered if token.weight == 0 and token.ratio > 1.05 * high), default=math.inf)
+    one_bound = (
+        f"only one bound: the ratio is clipped at {same:g} instead of {high:g}, because epsilon_high is not used"
+    )
+    dual = f"a dual clip: a token with a negative advantage has no gradient at the ratio {cap:.3g} and above"
+    gates = [
+        Gate("PPO's gradient", clip(low, high), CLIPPED),
+        Gate(one_bound, clip(low, same), variant_of=CLIPPED),
+        Gate(dual, clip(low, high, cap - 1e-9), variant_of=CLIPPED),
+        Gate(f"{dual}, and {one_bound}", clip(low, same, cap - 1e-9), variant_of=CLIPPED),
+        Gate(
+            "no ratio, which is right for one update after each rollout, and wrong for a second update",
+            lambda ratio, advantage: torch.ones_like(ratio),
+            variant_of=LOSS_TYPES,
+        ),
+        Gate("SAPO's gradient", sapo, ("sapo",)),
+        Gate("VESPO's gradient", vespo, ("vespo",)),
+        Gate(
+            f"CISPO's gradient, with weights between {smallest:.3g} and {largest:.3g}",
+            lambda ratio, advantage: ratio.clamp(smallest, max(smallest, largest)),
+            ("cispo",),
+        ),
+    ]
+    if raised[-1][2] == 0:  # the value of a masked token is 0, and that of a clipped token is not
+        mask = "a mask: no token outside of the bounds has a gradient, whatever its advantage (IcePop)"
+        gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= low) & (ratio <= high)), (), CLIPPED))
+    return gates
+
+
+def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
+    """Return the tokens whose weights are not those of a gate."""
+    pairs = [(token, gate.expected(token.ratio, token.advantage)) for token in tokens]
+    return [
+        token for token, expected in pairs if not abs(token.weight - expected) <= tolerance * max(1.0, abs(expected))
+    ]
+
+
+def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Token]]:
+    """Return the gate of the user's loss_type, by default PPO's, and the gate that fits the loss, or None."""
+    tokens = measured_tokens(loss)
+    gates = known_gates(loss, tokens)
+    right = next(gate for gate in gates if (asked_type(loss) or "grpo") in gate.loss_types)
+    fitting = [gate for gate in gates if not misfits(gate, tokens, loss.tolerance)]
+    return right, right if right in fitting else next(iter(fitting), None), tokens
+
+
+def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
+    """The gradient of a token follows its ratio, and stops at the bounds of the clip, on the right sides."""
+    right, fitting, tokens = right_and_fitting_gate(loss)
+    asked = asked_type(loss)
+    if fitting is None:
+        yield from sentences(right, misfits(right, tokens, loss.tolerance))
+    elif fitting is not right and asked and asked not in fitting.variant_of:
+        yield Finding(f"the loss has {fitting.says}, but loss_type is {asked}")
+    elif fitting is not right:
+        yield Finding(f"the loss has {fitting.says}", "note")
+
+
+def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
+    """Yield at most one sentence for each way in which a gradient is wrong."""
+    seen = set()
+    for token in wrong:
+        sign = "> 0" if token.advantage > 0 else "< 0"
+        expected = right.expected(token.ratio, token.advantage)
+        if token.weight == 0:
+            says = f"A {sign}: a token has no gradient where the loss must act"
+        elif expected == 0:
+            says = f"A {sign}: a token has a gradient where the clip must stop it"
+        else:
+            says = "the gradient of a token is wrong"
+        if says not in seen:
+            seen.add(says)
+            slope = -token.weight * token.advantage + 0.0  # 0 instead of -0
+            yield Finding(
+                f"{says}. Smallest batch: one token, advantage {token.advantage:g}, ratio {token.ratio:.3g}; its "
+                f"gradient is {slope:.4g}, but {right.says} is {-expected * token.advantage + 0.0:.4g}"
+            )
+
+
+# the log-ratio of a token, (B, T) or (B, 1)
+LEVELS = {
+    "token": lambda log_ratio, mask: log_ratio,
+    "sequence": lambda log_ratio, mask: (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True),
+    "sum": lambda log_ratio, mask: (log_ratio * mask).sum(1, keepdim=True),
+}
+OF_A_LEVEL = {
+    "token": "each token has its own ratio",
+    "sequence": "the tokens of a completion have one ratio, the geometric mean of their ratios, as in GSPO",
+    "sum": "the tokens of a completion have one ratio, the product of their ratios",
+}
+
+
+def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
+    """A token's gradient depends on its own ratio, or on the mean or the product of the ratios in its completion."""
+    _, gate, _ = right_and_fitting_gate(loss)
+    if gate is None:
+        return
+    right = "sum" if asked_type(loss) in ("rloo", "vespo") else loss.options["importance_sampling_level"]
+    left = list(LEVELS)
+    for mask in MASKS:
+        batch = random_batch("grpo", mask, off_policy=0.3)
+        advantages = batch["advantages"][:, None]
+        slope = loss.gradient(batch, beta=0.0)
+        expected = {}
+        for level in left:
+            log_ratio = batch["per_token_logps"] - batch["old_per_token_logps"]
+            ratio = LEVELS[level](log_ratio, batch["mask"]).exp()
+            weights = gate.weight(ratio, advantages.expand_as(ratio)) * token_weights(loss, batch)
+            expected[level] = -advantages * weights
+        fitting = [level for level, x in expected.items() if not loss.differ(slope, x)]
+        if not fitting:
+            level = right if right in expected else left[0]
+            yield Finding(
+                f"a token has a wrong ratio. Smallest batch: {described(batch)}; the gradient is {numbers(slope)}, but "
+                f"if {OF_A_LEVEL[level]}, it is {numbers(expected[level])}"
+            )
+            return
+        left = fitting
+    if right not in left:
+        is_asked = "importance_sampling_level" in loss.given or asked_type(loss) in ("rloo", "vespo")
+        but = f", but importance_sampling_level is {right}" if is_asked else ""
+        yield Finding(OF_A_LEVEL[left[0]] + but, "broken" if is_asked else "note")
+
+
+# ----------------------------------------------------------------------------------------------------------- averages
+
+
+@dataclass
+class Average:
+    says: str
+    weights: Callable[[Tensor, int], Tensor]  # (mask, max_completion_length) -> weight of each token
+    loss_types: tuple[str, ...]
+
+
+AVERAGES = (
+    Average(
+        "each completion has the same weight",
+        lambda mask, length: mask / mask.sum(1, keepdim=True) / len(mask),
+        ("grpo", "sapo"),
+    ),
+    Average(
+        "each token has the same weight", lambda mask, length: mask / mask.sum(), ("dapo", "bnpo", "cispo", "vespo")
+    ),
+    Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
+    Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
+    Average(
+        "tokens are divided by the length of the longest completion in the batch",
+        lambda mask, length: mask / (len(mask) * mask.sum(1).max()),
+        (),
+    ),
+)
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # projects average the others differently
+
+
+def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
+    """On policy, the tokens have the weights of a known average, and of the loss_type that the user has named."""
+    batch = random_batch("grpo", [[1, 1, 1, 0], [1, 0, 0, 0]])
+    length = loss.options["max_completion_length"]
+    _, unit = of_one_token(loss)
+    weights = token_weights(loss, batch) / -unit
+    found = [average for average in AVERAGES if not loss.differ(weights, average.weights(batch["mask"], length), 1e-2)]
+    says = found[0].says if found else f"the tokens have the weights {numbers(weights)}"
+    asked = asked_type(loss)
+    if asked not in DEFINED_BY_THEIR_AVERAGES:
+        of = f", as in {', '.join(found[0].loss_types)}" if found and found[0].loss_types else ""
+        yield Finding(says + of, "note")
+    elif not any(asked in average.loss_types for average in found):
+        [right] = [average for average in AVERAGES if asked in average.loss_types]
+        yield Finding(
+            f"{says}, but loss_type is {asked}. Smallest batch: mask {numbers(batch['mask'])}; the weights are "
+            f"{numbers(weights)} instead of {numbers(right.weights(batch['mask'], length))}"
+        )
+
+
+def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
+    """A completion without tokens does not make the loss NaN."""
+    value, slope = loss(random_batch("grpo", [[1, 1], [0, 0]]), beta=0.0)
+    if not (value.isfinite() and slope.isfinite().all()):
+        yield Finding(
+            "a completion without tokens makes the loss NaN. If you have such completions, divide by "
+            "mask.sum(1).clamp(min=1)",
+            "note",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- the KL
+
+
+def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[float, float]:
+    """Return what the KL adds to the value and to the gradient for a batch of one token."""
+    with_kl = of_one_token(loss, beta, **token)
+    without = of_one_token(loss, **token)
+    return with_kl[0] - without[0], with_kl[1] - without[1]
+
+
+def has_kl(loss: Examined) -> bool:
+    return max(map(abs, kl_of_one_token(loss, ref=-2.5))) > loss.tolerance
+
+
+def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
+    """With beta 0 the reference changes nothing, and twice the beta has twice the effect, in value and gradient."""
+    near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
+    if near != far:
+        yield Finding(
+            "the reference changes the loss even if beta is 0. Smallest batch: one token with the log-probability -2; "
+            f"its gradient is {near[1]:.3g} if the reference is -2.5, and {far[1]:.3g} if it is -1.2"
+        )
+    if not has_kl(loss):
+        yield Finding("the KL, because beta changes nothing", "not tested")
+        return
+    (_, once), (_, twice) = (kl_of_one_token(loss, beta, ref=-2.5) for beta in (1.0, 2.0))
+    one_token = "Smallest batch: one token with the log-probability -2, and -2.5 for the reference"
+    if once == 0:
+        yield Finding(f"the KL has no gradient, but only a value. {one_token}")
+    elif abs(twice - 2 * once) > loss.tolerance * abs(once):
+        yield Finding(
+            f"the KL is not proportional to beta. {one_token}; the KL's gradient is {once:.3g} with beta 1, and "
+            f"{twice:.3g} with beta 2"
+        )
+
+
+def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
+    """The KL's gradient does not depend on the advantage, and the clip does not stop it."""
+    if not has_kl(loss):
+        return
+    for ratio in (1.0, 0.5, 1.65):
+        _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
+        for advantage in (1.0, -1.0):
+            _, slope = kl_of_one_token(loss, ratio=ratio, advantage=advantage, ref=-2.5)
+            if abs(slope - unmoved) > loss.tolerance:
+                yield Finding(
+                    f"the KL depends on the advantage. Smallest batch: one token with the log-probability -2, and -2.5 "
+                    f"for the reference, ratio {ratio:g}; the KL's gradient is {unmoved:.3g} if the advantage is 0, "
+                    f"and {slope:.3g} if it is {advantage:g}"
+                )
+                return
+
+
+def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
+    """Over a whole vocabulary, the KL has the expectation KL(policy || reference), or the gradient of it."""
+    if not has_kl(loss):
+        return
+    generator = torch.Generator().manual_seed(3)
+    logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    tokens = zip(logps.tolist(), ref.tolist(), strict=True)
+    pairs = [kl_of_one_token(loss, advantage=0.0, logp=logp, ref=ref_logp) for logp, ref_logp in tokens]
+    values, slopes = torch.tensor(pairs, dtype=torch.float64).T
+    value = (logps.exp() * values).sum()
+    # A token's gradient reaches the logits through its log-probability.
+    jacobian = torch.autograd.functional.jacobian(lambda x: x.log_softmax(0), logits)
+    gradient = (logps.exp() * slopes) @ jacobian
+    right_value, right_gradient = kl_and_gradient(logits, ref)
+    has_gradient = not loss.differ(gradient, right_gradient)
+    if loss.differ(value, right_value) and not has_gradient:
+        swapped = (logps.exp() * ((logps - ref).expm1() - (logps - ref))).sum()
+        why = "" if loss.differ(value, swapped) else ". Policy and reference are swapped"
+        yield Finding(
+            "the KL is not that of policy and reference. Smallest batch: one token, averaged over a vocabulary of 7 "
+            f"tokens; its expectation is {value:.4f} nats instead of {right_value:.4f}{why}"
+        )
+    elif loss.differ(value, right_value):
+        yield Finding("the KL's value is biased, but its expected gradient is that of KL(policy || reference)", "note")
+    elif not loss.differ(gradient, torch.zeros(7)):
+        yield Finding("the KL's expected gradient is 0, so the KL never draws the policy to the reference", "note")
+    elif not has_gradient:
+        cosine = torch.cosine_similarity(gradient, right_gradient, 0)
+        yield Finding(
+            "the KL has the value of KL(policy || reference), but not its expected gradient: the cosine between the "
+            f"gradients is {cosine:.2f}. k3 has this gradient unless it is multiplied by the ratio",
+            "note",
+        )
+
+
+def kl_and_gradient(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(policy || reference) and its gradient with respect to the policy's logits."""
+    logits = logits.clone().requires_grad_()
+    logps = logits.log_softmax(0)
+    kl = (logps.exp() * (logps - ref)).sum()
+    return kl.detach(), torch.autograd.grad(kl, logits)[0]
+
+
+def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
+    """The tokens have the same weights in the KL's average as in that of the policy term."""
+    if not has_kl(loss):
+        return
+    _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
+    for mask in MASKS:
+        batch = random_batch("grpo", mask)
+        batch["ref_per_token_logps"] = batch["per_token_logps"] - 0.5
+        weights = token_weights(loss, batch)
+        kl_weights = (weights - token_weights(loss, batch, beta=1.0)) / unit
+        if loss.differ(kl_weights, weights):
+            yield Finding(
+                f"the KL has another average than the policy term. Smallest batch: mask {numbers(batch['mask'])}; the "
+                f"tokens have the weights {numbers(kl_weights)} in the KL, and {numbers(weights)} in the policy term",
+                "note",
+            )
+            return
+
+
+POLICY_LAWS: tuple[Law, ...] = (
+    tokens_follow_their_advantage,
+    one_token_has_the_gradient_of_its_advantage,
+    advantages_act_alone,
+    the_ratio_acts_within_its_bounds,
+    ratios_belong_to_their_tokens,
+    the_average_is_that_of_the_loss_type,
+    empty_completions_are_allowed,
+    the_reference_acts_through_beta,
+    the_kl_acts_apart_from_the_advantage,
+    the_kl_is_that_of_policy_and_reference,
+    the_kl_has_the_average_of_the_policy_term,
+    micro_batches_add_up,
+)
+ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
+MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
+# Laws that say nothing new if one of these earlier laws is broken.
+POLICY_NEEDS: dict[Law, set[Law]] = {
+    one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
+    the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,
+    ratios_belong_to_their_tokens: ADVANTAGE_ACTS | MASK_ACTS,
+    the_average_is_that_of_the_loss_type: ADVANTAGE_ACTS | MASK_ACTS,
+    the_kl_is_that_of_policy_and_reference: {the_reference_acts_through_beta},
+    the_kl_has_the_average_of_the_policy_term: ADVANTAGE_ACTS | MASK_ACTS | {the_reference_acts_through_beta},
+    micro_batches_add_up: ADVANTAGE_ACTS | MASK_ACTS,
+}

@@ -1,0 +1,166 @@
+"""Laws of DPO and SFT losses: chosen and rejected answers, the reference, label smoothing, and a mean."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minivlmrl.extras.parity.common_laws import micro_batches_add_up
+from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
+
+# losses that depend only on the margin: the log-ratio of the chosen answer minus that of the rejected answer
+OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
+OF_MEANS = ("ipo", "sigmoid_norm")  # losses that average the log-ratios of an answer's tokens
+TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
+
+
+def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
+    """Return a pair whose answers have these log-ratios, in nats, spread evenly over some tokens."""
+    log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
+    ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
+    return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
+
+
+def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
+    """The loss falls if the chosen answer gains, and rises if the rejected answer gains."""
+    # Some losses are flat or have a minimum elsewhere. All act here, where the order is wrong and both answers lost.
+    log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
+    chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
+    for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):
+        if slope > 0:
+            continue
+        is_sft = loss.loss_type == "sft" and name == "rejected"
+        yield Finding(
+            f"the loss does not {verb} if the {name} answer gains. {TWO_TOKENS} {log_ratios[0]:g} (chosen) "
+            f"and {log_ratios[1]:g}; their gradients are {chosen:.3g} and {rejected:.3g}",
+            "note" if is_sft else "broken",
+        )
+
+
+def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
+    """Policy and reference whose log-probabilities change together change nothing."""
+    if loss.loss_type == "sft":
+        return
+    batch = pair(0.4, -0.3)
+    both = torch.tensor([[[0.5], [-0.7]]], dtype=torch.float64)
+    moved = {name: x if name == "mask" else x + both for name, x in batch.items()}
+    value, slope = loss(batch)
+    other_value, other_slope = loss(moved)
+    if loss.differ(other_value, value) or loss.differ(other_slope, slope):
+        yield Finding(
+            f"the loss depends on more than log-ratios of policy and reference. {TWO_TOKENS} 0.4 (chosen) and -0.3; if "
+            "policy and reference both have 0.5 nats more for the chosen answer and 0.7 less for the rejected one, "
+            f"the loss is {numbers(other_value)} instead of {numbers(value)}"
+        )
+
+
+def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
+    """The answers have opposite gradients, in a loss that depends only on the margin."""
+    if loss.loss_type not in OF_THE_MARGIN:
+        return
+    for chosen, rejected in ((0.4, -0.3), (-0.5, 0.9)):
+        slope = loss.gradient(pair(chosen, rejected)).flatten()
+        if loss.differ(slope[0], -slope[1]):
+            yield Finding(
+                f"the answers do not have opposite gradients. {TWO_TOKENS} {chosen:g} (chosen) and {rejected:g}; their "
+                f"gradients are {numbers(slope)}"
+            )
+            return
+
+
+def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
+    """Twice the beta has the effect of twice the margin."""
+    if loss.loss_type not in OF_THE_MARGIN or loss.loss_type == "ipo":
+        return
+    beta = loss.options["beta"]
+    once, _ = loss(pair(0.8, -0.6), beta=beta)
+    twice, _ = loss(pair(0.4, -0.3), beta=2 * beta)
+    if loss.differ(once, twice):
+        yield Finding(
+            f"beta does not multiply the margin. {TWO_TOKENS} 0.4 (chosen) and -0.3; with beta {2 * beta:g} the loss "
+            f"is {numbers(twice)}, but with twice the log-ratios and beta {beta:g} it is {numbers(once)}"
+        )
+
+
+def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
+    """The log-ratios of an answer's tokens are added, or averaged in the losses that say so."""
+    if loss.loss_type == "sft":
+        return
+    one_token, _ = loss(pair(0.4, -0.3))
+    same_sum, _ = loss(pair(0.4, -0.3, tokens=3))
+    same_mean, _ = loss(pair(1.2, -0.9, tokens=3))
+    found = [verb for verb, x in (("added", same_sum), ("averaged", same_mean)) if not loss.differ(x, one_token)]
+    right = "averaged" if loss.loss_type in OF_MEANS else "added"
+    if found != [right]:
+        what = f"{found[0]} instead of {right}" if len(found) == 1 else f"not {right}"
+        yield Finding(
+            f"the log-ratios of an answer's tokens are {what}. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is "
+            f"{numbers(one_token)}, with the same sums over three tokens {numbers(same_sum)}, and with the same means "
+            f"{numbers(same_mean)}",
+            "note" if loss.loss_type == "ipo" and found else "broken",  # the authors of DPO add them in IPO
+        )
+
+
+def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
+    """With label smoothing, the loss is a mean over both orders of the answers (cDPO), or the unbiased one (robust)."""
+    if loss.loss_type not in ("sigmoid", "robust"):
+        return
+    e = 0.1
+    plain, exchanged = (loss(pair(*ratios), label_smoothing=0.0)[0] for ratios in ((0.4, -0.3), (-0.3, 0.4)))
+    smoothed, _ = loss(pair(0.4, -0.3), label_smoothing=e)
+    right = (1 - e) * plain + e * exchanged
+    if loss.loss_type == "robust":
+        right = ((1 - e) * plain - e * exchanged) / (1 - 2 * e)
+    if not loss.differ(smoothed, plain):
+        yield Finding("the loss ignores label_smoothing", "broken" if loss.loss_type == "robust" else "note")
+    elif loss.differ(smoothed, right):
+        yield Finding(
+            f"label_smoothing acts in a wrong way. {TWO_TOKENS} 0.4 (chosen) and -0.3; with label_smoothing {e} the "
+            f"loss is {smoothed:.4f} instead of {right:.4f}"
+        )
+
+
+def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
+    """The loss of three equal pairs is the loss of one pair."""
+    one, _ = loss(pair(0.4, -0.3))
+    three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(0.4, -0.3).items()})
+    if loss.differ(three, one):
+        yield Finding(
+            f"pairs are not averaged. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is {numbers(one)}, but three such "
+            f"pairs have {numbers(three)}"
+        )
+
+
+def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
+    """The gradient of an SFT loss is minus one over the number of tokens; that of dft, times the probability."""
+    for mask in MASKS:
+        batch = random_batch("sft", mask)
+        slope = loss.gradient(batch)
+        wanted = -batch["mask"] / batch["mask"].sum()
+        if loss.loss_type == "dft":
+            wanted = wanted * batch["per_token_logps"].exp()
+        if loss.differ(slope, wanted):
+            yield Finding(
+                f"the loss is not minus the mean over all tokens. Smallest batch: {described(batch)}; the gradient is "
+                f"{numbers(slope)} instead of {numbers(wanted)}"
+            )
+            return
+
+
+DPO_LAWS: tuple[Law, ...] = (
+    answers_act_in_their_directions,
+    only_log_ratios_count,
+    answers_have_opposite_gradients,
+    beta_multiplies_the_margin,
+    log_ratios_are_added_or_averaged,
+    labels_are_smoothed,
+    pairs_are_averaged,
+    micro_batches_add_up,
+)
+# Laws that say nothing new if one of these earlier laws is broken.
+DPO_NEEDS: dict[Law, set[Law]] = {
+    beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
+    log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},
+    labels_are_smoothed: {answers_act_in_their_directions},
+}
+SFT_LAWS: tuple[Law, ...] = (tokens_are_averaged, micro_batches_add_up)

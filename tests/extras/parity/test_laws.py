@@ -1,0 +1,242 @@
+"""Test that each law of a loss finds a loss that breaks only this law, and that right losses obey all laws."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from minivlmrl.extras.parity.all_laws import LAWS, examine, laws
+from minivlmrl.extras.parity.calling import call
+from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.common_laws import COMMON_LAWS
+from minivlmrl.losses import grpo_variants, preference, sft  # noqa: F401  grpo_variants adds losses to grpo.py
+from minivlmrl.losses.grpo import AVERAGES, grpo_loss
+from tests.extras.parity.test_loss import changed, chosen, dual_clip, k3, row_mean, token_mean
+from tests.helpers.links import ROOT
+
+
+def gspo(batch, options, mean):
+    """Compute GSPO with the ratio mean(log_ratio, mask) for each completion."""
+    log_ratio = batch["per_token_logps"] - batch["old_per_token_logps"]
+    return changed(ratio=lambda q: mean(log_ratio, batch["mask"]), terms=lambda q: q.term)(batch, options)
+
+
+def arithmetic_mean(log_ratio, mask):
+    return (log_ratio.exp() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+
+
+def dpo(batch, options, **changes):
+    """Compute DPO's loss; `changes` replaces the tokens' sum, the margin or the pairs' mean."""
+    put = {"total": lambda x, mask: (x * mask).sum(-1), "loss": lambda z, e, beta: -logsigmoid(beta * z)}
+    put |= {"margin": lambda s: s[:, 0] - s[:, 1], "mean": torch.mean, "ref": lambda x: x} | changes
+    log_ratio = batch["per_token_logps"] - put["ref"](batch["ref_per_token_logps"])
+    z = put["margin"](put["total"](log_ratio, batch["mask"]))
+    return put["mean"](put["loss"](z, options["label_smoothing"], options["beta"]))
+
+
+def wrong_dpo(**changes):
+    return lambda batch, options: dpo(batch, options, **changes)
+
+
+def smoothed_with_a_wrong_sign(z, e, beta):
+    return -(1 - e) * logsigmoid(beta * z) + e * logsigmoid(-beta * z)
+
+
+def with_gradient_at_padding(q):
+    return token_mean(q.terms, q.mask) + ((1 - q.mask) * (q.logps - q.logps.detach())).sum()
+
+
+def kl_in_the_minimum(q):
+    ratio = q.ratio
+    clipped = ratio.clamp(1 - q.low, 1 + q.high) * q.advantages
+    return -torch.min(ratio * q.advantages - q.beta * q.kl, clipped)
+
+
+def maximum(q):
+    return -torch.max(q.ratio * q.advantages, q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages)
+
+
+def stretched(q):
+    """Advantages that are larger in a batch with a larger one."""
+    return q.advantages * (1 + 0.1 * (q.advantages.abs().max() - q.advantages.abs()))
+
+
+# For each law, a loss that breaks only this law
+WRONG = {
+    "masked_tokens_are_inert": (changed(loss=with_gradient_at_padding), {}),
+    "padding_changes_nothing": (changed(loss=lambda q: (q.terms * q.mask).mean(1).mean()), {}),
+    "rows_have_no_order": (changed(loss=lambda q: q.loss + (q.logps * q.mask)[0].detach().sum()), {}),
+    "micro_batches_add_up": (changed(loss=lambda q: token_mean(q.terms, q.mask)), {"loss_type": "dapo"}),
+    "tokens_follow_their_advantage": (changed(advantages=lambda q: q.advantages.relu()), {}),
+    "one_token_has_the_gradient_of_its_advantage": (changed(loss=lambda q: q.loss / 2, beta=lambda q: 2 * q.beta), {}),
+    "advantages_act_alone": (changed(advantages=stretched), {}),
+    "the_ratio_acts_within_its_bounds": (changed(term=maximum), {}),
+    "ratios_belong_to_their_tokens": (
+        lambda batch, options: gspo(batch, options, arithmetic_mean),
+        {"importance_sampling_level": "sequence"},
+    ),
+    "the_average_is_that_of_the_loss_type": (
+        lambda batch, options: changed()(batch, options | {"loss_type": "grpo"}),
+        {"loss_type": "dr_grpo"},
+    ),
+    "the_reference_acts_through_beta": (changed(beta=lambda q: q.beta**2), {}),
+    "the_kl_acts_apart_from_the_advantage": (changed(terms=kl_in_the_minimum), {}),
+    "the_kl_is_that_of_policy_and_reference": (changed(kl=lambda q: k3(q.logps - q.ref)), {}),
+    "answers_act_in_their_directions": (wrong_dpo(margin=lambda s: s[:, 1] - s[:, 0]), {"kind": "dpo"}),
+    "only_log_ratios_count": (wrong_dpo(ref=lambda x: 0 * x), {"kind": "dpo"}),
+    "answers_have_opposite_gradients": (wrong_dpo(margin=lambda s: s[:, 0] - s[:, 1] / 2), {"kind": "dpo"}),
+    "beta_multiplies_the_margin": (wrong_dpo(loss=lambda z, e, beta: -beta * logsigmoid(z)), {"kind": "dpo"}),
+    "log_ratios_are_added_or_averaged": (
+        wrong_dpo(total=lambda x, mask: (x * mask).sum(-1) / mask.sum(-1)),
+        {"kind": "dpo"},
+    ),
+    "labels_are_smoothed": (wrong_dpo(loss=smoothed_with_a_wrong_sign), {"kind": "dpo"}),
+    "pairs_are_averaged": (wrong_dpo(mean=torch.sum), {"kind": "dpo"}),
+    "tokens_are_averaged": (lambda batch, _: -row_mean(batch["per_token_logps"], batch["mask"]), {"kind": "sft"}),
+}
+# laws that only yield notes, because some projects break them on purpose
+NOTED = {"empty_completions_are_allowed", "the_kl_has_the_average_of_the_policy_term"}
+
+
+def notes(loss, **options):
+    report = examine(loss, **options)
+    assert not report.broken_laws(), report
+    return " ".join(report.sentences("note"))
+
+
+@pytest.mark.parametrize("law", WRONG)
+def test_a_loss_that_breaks_one_law_is_told_this_law(law):
+    loss, options = WRONG[law]
+    report = examine(loss, **options)
+    assert report.broken_laws() == [law], report
+
+
+def test_each_law_has_a_loss_that_breaks_it():
+    known = {law.__name__ for group in (COMMON_LAWS, *LAWS.values()) for law in group}
+    assert known == {*WRONG, *NOTED}
+
+
+@pytest.mark.parametrize("corrected", (False, True))
+@pytest.mark.parametrize("loss_type", AVERAGES)
+def test_our_policy_losses_obey_all_laws(loss_type, corrected):
+    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 15
+
+
+@pytest.mark.parametrize("level", ("sequence", "sequence_token"))
+def test_our_gspo_obeys_all_laws(level):
+    def loss(batch, options):
+        options = options | {"importance_sampling_level": level}
+        return call(grpo_loss, batch, options)
+
+    assert laws(loss, importance_sampling_level="sequence") == 15
+
+
+@pytest.mark.parametrize("loss_type", preference.DPO_LOSSES)
+def test_our_preference_losses_obey_all_laws(loss_type):
+    def loss(batch, options):
+        return preference.dpo_loss(**batch, **chosen(preference.dpo_loss, options))[0]
+
+    laws(loss, kind="dpo", loss_type=loss_type)
+
+
+@pytest.mark.parametrize("loss_type", ("nll", "dft"))
+def test_our_sft_losses_obey_all_laws(loss_type):
+    assert laws(lambda batch, options: sft.sft_loss(**batch, loss_type=loss_type), kind="sft", loss_type=loss_type) == 5
+
+
+def test_the_loss_of_minimal_py_obeys_all_laws():
+    spec = importlib.util.spec_from_file_location("minimal_for_laws", ROOT / "minimal.py")
+    minimal = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(minimal)
+
+    def loss(b, options):
+        logps, old, ref = b["per_token_logps"], b["old_per_token_logps"], b["ref_per_token_logps"]
+        return minimal.grpo_loss(logps, old, b["advantages"], b["mask"], 0.2, options["beta"], ref)
+
+    assert "only one bound" in notes(loss)
+
+
+def losses_with_notes():
+    """Yield losses that are right, but unusual, with a part of the note about each."""
+    yield changed(kl=lambda q: q.logps - q.ref), "expected gradient is 0, so the KL never draws the policy"
+    yield changed(kl=lambda q: (q.logps - q.ref) ** 2 / 2), "the KL's value is biased"
+    yield changed(), "the cosine between the gradients is 0.88"
+    yield changed(ratio=lambda q: (q.logps - q.logps.detach()).exp()), "no ratio, which is right for one update"
+    yield changed(high=lambda q: q.low), "only one bound: the ratio is clipped at 1.2 instead of 1.28"
+    yield (
+        changed(term=dual_clip(3.0)),
+        "a dual clip: a token with a negative advantage has no gradient at the ratio 3.5",
+    )
+    yield changed(term=dual_clip(1.5)), "no gradient at the ratio 1.65 and above"
+    yield changed(term=dual_clip(3.0), high=lambda q: q.low), "ratio 3.5 and above, and only one bound"
+    yield changed(term=lambda q: q.term * (q.ratio > 0.8) * (q.ratio < 1.28)), "a mask: no token outside of the bounds"
+    yield changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), "CISPO's gradient, with weights between"
+    yield changed(loss=lambda q: token_mean(q.terms, q.mask)), "Each micro-batch is averaged by itself, as in BNPO"
+    yield changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), "a completion without tokens"
+    yield changed(terms=lambda q: q.term + q.beta * q.kl * q.mask.sum(1, keepdim=True)), "the KL has another average"
+
+
+@pytest.mark.parametrize(("loss", "says"), losses_with_notes())
+def test_designs_of_projects_are_notes(loss, says):
+    assert says in notes(loss)
+
+
+def test_a_named_loss_type_is_a_law():
+    cispo = changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps)
+    assert examine(cispo, loss_type="grpo").broken_laws() == ["the_ratio_acts_within_its_bounds"]
+    gspo_loss = changed(log_ratio=lambda q: (q.log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True))
+    assert "one ratio, the geometric mean" in notes(gspo_loss)
+    assert examine(gspo_loss, importance_sampling_level="token").broken_laws() == ["ratios_belong_to_their_tokens"]
+
+
+def test_rounding_and_a_detached_kl_are_found():
+    rounded = changed(ratio=lambda q: q.log_ratio.bfloat16().exp().double())
+    assert "the_ratio_acts_within_its_bounds" in examine(rounded).broken_laws()
+    [says] = examine(changed(kl=lambda q: k3(q.ref - q.logps).detach())).sentences("broken")
+    assert says.startswith("the KL has no gradient, but only a value")
+    assert "not tested: the KL, because beta changes nothing" in str(examine(changed(beta=lambda q: 0)))
+
+
+def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def right(batch, options):\n"
+        "    return -(batch['per_token_logps'] * batch['mask']).sum() / batch['mask'].sum()\n"
+        "def wrong(batch, options):\n"
+        "    return -batch['per_token_logps'].mean()\n"
+    )
+    assert main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
+    assert "the loss obeys all 5 laws" in capsys.readouterr().out
+    assert main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
+    assert (
+        "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; its gradient is [[-0.5, -0.5]]"
+        in capsys.readouterr().out
+    )
+    with pytest.raises(SystemExit):
+        main(["--laws", "a_folder"])
+    assert "--laws checks a loss, FILE.py:FUNCTION" in capsys.readouterr().err
+
+
+def test_laws_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match="kind is 'ppo', but it must be one of grpo, dpo, sft"):
+        laws(changed(), kind="ppo")
+    with pytest.raises(ValueError, match="'epsilon' is not an option of the kind grpo; the options are loss_type, "):
+        laws(changed(), epsilon=0.2)
+    with pytest.raises(ValueError, match=r"my_loss returned 0.0, but it must return a tensor of shape \(\)"):
+        laws(lambda batch, options: 0.0)
+
+
+@pytest.mark.parametrize("framework", ("jax", "mlx"))
+def test_a_loss_of_another_framework_has_laws(framework):
+    pytest.importorskip({"jax": "jax", "mlx": "mlx.core"}[framework])
+
+    def loss(batch, options):
+        return -(batch["per_token_logps"] * batch["mask"]).sum() / batch["mask"].sum()
+
+    def of_all_places(batch, options):
+        return -batch["per_token_logps"].mean()
+
+    assert laws(loss, kind="sft", tolerance=1e-5, framework=framework) == 5
+    report = examine(of_all_places, kind="sft", tolerance=1e-5, framework=framework)
+    assert "masked_tokens_are_inert" in report.broken_laws()
