@@ -6,7 +6,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os.path import join
 from pathlib import Path
@@ -17,12 +17,11 @@ from PIL.Image import Image
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import MEDIA, TEXTS
+from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.image import load_image
 from minivlmrl.data.image_settings import check_options
 from minivlmrl.data.messages import (
     BASE64,
-    ENCODED,
     KINDS,
     add_placeholders,
     check_counts,
@@ -34,21 +33,6 @@ from minivlmrl.data.messages import (
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import check_downloaded
 
-# usual names of columns with images or videos
-MEDIA_NAME = re.compile(
-    r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
-    r"|file_?names?"
-)
-SUFFIXES = {
-    "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
-    "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
-}
-# a path or URL, without or with a query
-FILE_NAMES = {
-    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
-}
-# the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
-MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # keys of an image or video part that may name a file, such as "image_url" or "path"
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of a JSON object that describes an image file, in the formats of Hugging Face, OpenAI and Anthropic
@@ -213,7 +197,10 @@ def place_media(
                 media.append(item)
                 sizes = {name: item.options[name] for name in item.options if name not in SAMPLING_OPTIONS}
                 part = {"type": kind, **sizes}
+            elif len(part) != 2:  # a table writes every key of any part into all parts, such as "image": null
+                part = {"type": "text", "text": part["text"]}
             parts.append(part)
+        turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
         messages.append(turn if isinstance(turn.get("content"), str) else {**turn, "content": parts})
     return messages, media
 
@@ -227,68 +214,6 @@ def _with_common(item: Media, common_options: dict) -> dict:
     if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
-
-
-def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise ValueError if a row's column contains an image or video that the model would not see.
-
-    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes.
-
-    Args:
-        media: the images and videos that the model sees.
-        known: columns that may contain images for other purposes, because data.columns or a reward names them.
-    """
-    sources = [source for item in media for source in item.sources]
-    for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
-        for item in _leaves(columns[name]):
-            kind = _unread_kind(item, folder)
-            if not media and item and MEDIA_NAME.fullmatch(name.lower()):
-                kind = kind or ("video" if "video" in name.lower() else "image")
-            if not kind or any(_is_source(item, source) for source in sources):
-                continue
-            target = f"{kind}s" if isinstance(columns[name], list) else kind
-            article = "an" if kind == "image" else "a"
-            shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
-            raise ValueError(
-                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
-                f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "
-                f"for a reward with data.columns: {{{name}: {name}}}."
-            )
-
-
-def _leaves(value: Plain) -> Iterator[str | bytes]:
-    if isinstance(value, dict):
-        # Yield only the bytes of Hugging Face's {"bytes": ..., "path": ...}, because the path names the same image.
-        value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
-    if isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str | bytes):
-        yield value
-
-
-def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if a value is the content or the name of an image or video file, otherwise None."""
-    if isinstance(item, bytes):
-        return "image" if MAGIC.match(item) else None
-    if encoded := ENCODED.match(item):
-        return encoded[1] if encoded[1] in SUFFIXES else "image"
-    for kind, pattern in FILE_NAMES.items():
-        # A text with spaces may be a sentence, such as "Describe cat.png", so the file must exist.
-        if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
-            return kind
-    return None
-
-
-def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two file names can mean the same file, such as "/cats/1.png" and "1.png"."""
-    if item is source or item == source or f"data:;base64,{item!s}" == source:
-        return True
-    if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
-        return False
-    path, other = (re.split(r"[\\/]+", text.removeprefix("./")) for text in (item, source))
-    length = min(len(path), len(other))
-    return path[-length:] == other[-length:]
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
@@ -316,7 +241,8 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     names = source_keys(entry, kind)
     if len(names) > 1:
         raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
-    options = {name: entry[name] for name in entry if name not in ("type", "text", "index", *SOURCES[kind])}
+    known = ("type", "text", "index", *SOURCES[kind])
+    options = {name: value for name, value in entry.items() if name not in known and value is not None}
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:

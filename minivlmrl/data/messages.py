@@ -7,7 +7,6 @@ have "tool_calls" instead of content. The word "turn" also means a message.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video replaces
 KINDS = ("image", "video")
@@ -20,13 +19,6 @@ MAX_TEXT = 2**20
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # keys with which a row turns a message's loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
-TURN_KEYS = {  # {role: the keys of its turns}
-    "system": ("role", "content", *LOSS_KEYS),
-    "user": ("role", "content", *LOSS_KEYS),
-    "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # with the name and id of the tool call
-}
-CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
 
 def content_parts(message: dict) -> list[dict]:
@@ -173,51 +165,6 @@ def check_ends(turns: list[dict]):
 def is_trained(turn: dict) -> bool:
     """Return True if a loss is computed on a turn: an assistant turn without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
-
-
-def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a turn is invalid, or has a key or an image that would be ignored.
-
-    Args:
-        is_prompt: True for the column `prompt`, on which no loss can be computed.
-    """
-    check_messages(turns)
-    roles = [turn["role"] for turn in turns]
-    if not turns or not TURN_KEYS.keys() >= set(roles):
-        raise ValueError(
-            f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are {roles}"
-        )
-    indices = []
-    for number, turn in enumerate(turns):
-        name = f"message {number}"
-        check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-        flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
-        is_mixed = any(flags.values()) and not all(flags.values())
-        if is_mixed or any(flag not in (False, True) for flag in flags.values()):
-            raise ValueError(f"{name}: {flags} must be true, 1, false or 0, and must not contradict each other")
-        if any(flags.values()) and (turn["role"] != "assistant" or is_prompt):
-            raise ValueError(
-                f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
-                "remove the key, or move the turn into the answer"
-            )
-        if encoded := ENCODED.match(text_of(turn)):
-            raise ValueError(
-                f"a text seems to contain an image that the model would not see: {encoded[0]!r:.60}. Write it as a "
-                "part {type: image, image: ...}"
-            )
-        for part in content_parts(turn):
-            kind = part_kind(part)
-            if kind == "text":
-                check_keys(part, ("type", "text"), f"a text of {name}")
-            elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
-                raise ValueError(f"{name} has a part of two kinds: {part!r:.80}; write two parts")
-            elif part.get("index") is not None:
-                indices.append(part["index"])
-        for call in turn.get("tool_calls") or []:
-            check_keys(call, CALL_KEYS, f"a tool call of {name}")
-            check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
-    if any(first >= second for first, second in pairwise(indices)):
-        raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):

@@ -13,27 +13,6 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# arguments that a run passes to reward functions; a column of the data file must not have one of these names
-REWARD_ARGUMENTS = {
-    "prompts",
-    "images",
-    "row_names",
-    "completions",
-    "completion_ids",
-    "answer_texts",
-    "turn_texts",
-    "image_sizes",
-    "answer_extents",
-    "reward_model_scores",
-    "row_rewards",
-    "environments",
-    "extras",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-}
-
-
 @dataclass
 class Prompt:
     """One row's question, as tensors."""

@@ -11,6 +11,25 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.rewards.text import find_answer
 
 Size = tuple[float, float]
+# arguments of reward functions that are no columns of the data; docs/rewards.md explains them
+REWARD_ARGUMENTS = {
+    "prompts",
+    "images",
+    "row_names",
+    "completions",
+    "completion_ids",
+    "answer_texts",
+    "turn_texts",
+    "image_sizes",
+    "answer_extents",
+    "reward_model_scores",
+    "row_rewards",
+    "environments",
+    "extras",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+}
 
 
 def reward_columns(
@@ -27,9 +46,9 @@ def reward_columns(
         flat += group
         row_of_each += [row] * len(group)
         extents += [image_extents(row, prompt, processor)] * len(group)
-    columns = {}
-    for name in sorted(set().union(*(row.columns for row in rows))):
-        columns[name] = [row.columns.get(name) for row in row_of_each]
+    # A column of the data that has the name of another argument is not passed.
+    names = set().union(*(row.columns for row in rows)) - REWARD_ARGUMENTS | {"row_rewards"}
+    columns = {name: [row.columns.get(name) for row in row_of_each] for name in sorted(names)}
     texts = [processor.decode_assistant_turn(completion) for completion in flat]
     return columns | {
         "prompts": [row.messages for row in row_of_each],

@@ -20,9 +20,9 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
+from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
     "format": "minivlmrl.rewards.text:tag_format",

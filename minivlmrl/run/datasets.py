@@ -1,5 +1,8 @@
 """Open the datasets of a run: the rows of each training stage, and the held-out rows."""
 
+import math
+import random
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -7,10 +10,11 @@ from itertools import chain
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.types import RewardName
-from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_field, did_you_mean
+from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -73,23 +77,26 @@ def _load_datasets(
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
     config = run.data
-    open_file = partial(_file_rows, config, checks_files, reads)
-    files = config.files
-    sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
-    every_stage_has_a_file = bool(stages) and stages.keys() <= files.keys()
-    is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
-    if not is_clear or (sources == ["task"] and files):
-        raise ValueError(
-            "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
-            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
-            "--data.task=null removes the task of a recipe"
-        )
+    check_sources(config, stages)
     if config.task is not None:
         return load_task(run, stages)
-    columns = NEEDS | {"prompts": tuple(reward_columns)}
+    open_file = partial(_open_file, config, checks_files, reads)
+    # Stages that train on the same file share its rows, so that the file is parsed once.
+    shared: dict[str | None, list[str]] = {}
+    for stage in stages:
+        shared.setdefault(config.files.get(stage, config.train_file), []).append(stage)
     datasets: dict[str, Dataset] = {}
-    for stage, needs in stages.items():
-        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
+    for path, names in shared.items():
+        kinds = {stages[stage] for stage in names}
+        columns = {*chain.from_iterable(NEEDS[kind] for kind in kinds)}
+        scores = {*reward_columns} if "prompts" in kinds else set()
+        if path is None:
+            rows = mix(
+                [_open_section(run, section, columns, scores, open_file) for section in config.train], config.train
+            )
+        else:
+            rows = open_file(path, columns | scores)
+        datasets |= dict.fromkeys(names, rows)
     if config.eval_file and config.eval_rows:
         # A recipe that trains only on pairs is evaluated on held-out pairs, without sampling.
         if set(stages.values()) == {"pairs"}:
@@ -97,15 +104,25 @@ def _load_datasets(
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
     if stages:  # without a stage, the evaluation file alone may already have the new names
         _check_renamed(config.columns, datasets)
-    return datasets
+    return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
+
+
+def check_sources(config: DataOptions, stages: Mapping[str, str]):
+    """Raise ValueError unless the recipe has exactly one source of training rows."""
+    sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
+    every_stage_has_a_file = bool(stages) and stages.keys() <= config.files.keys()
+    is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
+    if not is_clear or (sources == ["task"] and config.files):
+        raise ValueError(
+            "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
+            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
+            "--data.task=null removes the task of a recipe"
+        )
 
 
 def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
     """Raise ValueError if the option data.columns renames a column that no data file has."""
-    columns = set()
-    for rows in datasets.values():
-        for part in getattr(rows, "parts", [rows]):
-            columns.update(part.columns)
+    columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
     for name in renamed:
         if name not in columns:
             own = sorted(columns - {*renamed.values()})
@@ -113,6 +130,22 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
                 f"data.columns renames {name!r}, but no row has this column; the columns are "
                 f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
             )
+
+
+def describe_unread(rows: Dataset) -> str | None:
+    """Return a note about the columns of a data file that nothing reads, or None if there are none."""
+    if not isinstance(rows, FileDataset):
+        return None
+    replaced = rows.given & (REWARD_ARGUMENTS - {"images"})
+    names = sorted({*rows.unread} | replaced)
+    if not names:
+        return None
+    note = f"no stage and no reward reads the columns {', '.join(names)}"
+    if replaced:
+        note += (
+            f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"
+        )
+    return note
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
@@ -139,51 +172,93 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
     check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
 
 
-def _training_rows(
-    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, open_file: Callable[..., FileRows]
-) -> Dataset:
-    """Open the training rows of a stage."""
-    from minivlmrl.data.mixture import mix
+def _open_section(
+    run: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
+) -> FileDataset:
+    """Open a file of data.train.
 
-    config = run.data
-    path = file or config.train_file
-    if path is not None:
-        return open_file(path, columns)
-    parts = []
-    for section in config.train:
-        needed_columns = _columns_of_file(run, section, columns, is_scored) if section.rewards else columns
-        own = {"image_root": section.image_root, "prompt_template": section.prompt_template}
-        changed_options = {name: value for name, value in own.items() if value is not None}
-        constants = {"row_rewards": section.rewards} if section.rewards else {}
-        parts.append(open_file(section.file, needed_columns, constants=constants, **changed_options))
-    return mix(parts, config.train)
-
-
-def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
-    """Return the columns that the rewards of a file in data.train need."""
+    Args:
+        columns: columns that the stages need.
+        scores: columns that all rewards of the recipe need; empty if no stage uses rewards.
+    """
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
                 f"data.train: {section.file}: unknown reward {name!r}; the rewards of the recipe "
                 f"are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
             )
-    if not is_scored:
-        return columns
-    return required_columns([r for r in training_rewards(run) if r.name in section.rewards])
+    if scores and section.rewards:
+        scores = {*required_columns([r for r in training_rewards(run) if r.name in section.rewards])}
+    own = {"image_root": section.image_root, "prompt_template": section.prompt_template}
+    changed_options = {name: value for name, value in own.items() if value is not None}
+    return open_file(section.file, columns | scores, rewards=section.rewards, **changed_options)
 
 
-def _file_rows(
+def _open_file(
     config: DataOptions,
     checks_files: bool,
     reads: Collection[str] | None,
     path: str,
     columns: Iterable[str],
     limit: int | None = None,
-    constants: Mapping[str, list[RewardName]] | None = None,
+    rewards: Sequence[RewardName] = (),
     **changed_options: str,
-) -> FileRows:
-    """Open a data file, and add the columns in `constants`, which are equal in all rows."""
-    from minivlmrl.data.file_dataset import FileDataset
+) -> FileDataset:
+    """Open a data file.
 
+    Args:
+        rewards: names of the rewards that score the rows; empty for all rewards.
+        changed_options: options that replace those of the section `data`.
+    """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    return FileDataset(path, ("problem", *columns), limit, constants, checks_files, reads, **options | changed_options)
+    # The constant also replaces a column `row_rewards` of the file, which is not meant for minivlmrl.
+    constants = {"row_rewards": rewards or None}
+    required = ("problem", *sorted(columns))
+    return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)
+
+
+def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
+    """Concatenate the rows of several data files, and repeat them according to each file's option `weight`."""
+    facts = []
+    for rows, section in zip(parts, sections, strict=True):
+        with error_context(section.file):
+            chosen = sample(section.sampling, len(rows))
+        facts += [rows.facts[index] for index in repeat(chosen, section.weight)]
+    return parts[0].select(facts)
+
+
+def repeat(chosen: Sequence[int], weight: float) -> list[int]:
+    """Repeat the items of a list, so that the new list has `weight` times as many items.
+
+    Example: with the weight 2.5, every item occurs twice, and half of the items occur a third time, at the end.
+    """
+    repeats = int(weight)
+    items = [item for item in chosen for _ in range(repeats)]
+    num_extra = round(weight * len(chosen)) - len(items)
+    return items + [chosen[i * len(chosen) // num_extra] for i in range(num_extra)]
+
+
+def sample(strategy: str, total_rows: int) -> list[int]:
+    """Return the indices of the dataset rows that a strategy such as "first:100" or "random:10%" selects.
+
+    Args:
+        strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
+            rows are the same for every run seed.
+
+    Source: sampling_strategy in VLM-R1's grpo_rec.py.
+    """
+    match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
+    if not match:
+        raise ValueError(
+            f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, where N "
+            "is a number such as 10 or a percentage such as 10%"
+        )
+    name, size_text, percent = match.groups(default="")
+    num_rows = int(size_text or total_rows)
+    if percent:
+        num_rows = math.ceil(num_rows * total_rows / 100)
+    num_rows = min(num_rows, total_rows)
+    if name == "random":
+        return sorted(random.Random(0).sample(range(total_rows), num_rows))
+    first_row = total_rows - num_rows if name == "end" else 0
+    return list(range(first_row, first_row + num_rows))

@@ -11,11 +11,10 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.file_dataset import long_rows, summary, without_rows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import long_rows, summary, without_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -31,7 +30,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
+from minivlmrl.run.datasets import check_shares, columns_read, describe_unread, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.tasks.registry import get_task
@@ -263,19 +262,20 @@ def fit_rows(
     for name, rows in datasets.items():
         removed = []
         fitted[name] = rows
+        answers = answers_of(config, name)
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
-            find = partial(long_rows, rows, processor, max_tokens, skips, answers_of(config, name))
+            find = partial(long_rows, rows, processor, max_tokens, skips, answers)
             removed = world.compute_on_rank_zero(lambda find=find: list(find()), "measure the rows")
             fitted[name] = without_rows(rows, {size.index for size in removed})
         if world.is_main:
-            text = summary(fitted[name], processor, skips)
+            text = summary(fitted[name], processor, skips, answers)
             if removed:
                 examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
                 text += f"; {len(removed)} over data.max_prompt_tokens are left out: {examples}"
             summaries.append(f"rows of {name}: {text}")
-            if isinstance(rows, FileRows) and rows.unread:
-                summaries.append(f"rows of {name}: no stage and no reward reads the columns {', '.join(rows.unread)}")
+            if note := describe_unread(rows):
+                summaries.append(f"rows of {name}: {note}")
     return fitted, summaries
 
 

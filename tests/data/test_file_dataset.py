@@ -30,10 +30,10 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
 
 
 @pytest.mark.parametrize(
-    ("column", "end"), [("solution", r"\{YOURS: completion\}"), ("completed", r"did you mean completed\?")]
+    ("column", "end"), [("solution", r"\{YOURS: completion\}\."), ("completed", r"did you mean completed\?")]
 )
 def test_only_a_column_without_a_meaning_of_its_own_is_proposed(write_rows, column, end):
-    with pytest.raises(ValueError, match=f"column 'completion' is missing; .*{end}$"):
+    with pytest.raises(ValueError, match=f"column 'completion' is missing; .*{end} If the rows"):
         FileDataset(write_rows({"problem": "a", column: "b"}), ("problem", "completion"))
 
 
@@ -121,7 +121,6 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"problem": 3}, "column 'problem' is 3, but it must be text"),
     ({"prompt": 3}, "column 'prompt' is 3, but it must be text or a list of turns"),
     ({"problem": " " * 2**21}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
-    ({"problem": "a", "completions": ["b"]}, "column 'completions' is .* must be renamed with data.columns, because"),
     ({"prompt": [{"role": "alien", "content": "hi"}]},
      "column 'prompt': there must be at least one turn, and the roles must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
@@ -294,7 +293,7 @@ def test_nothing_is_dropped_in_silence(write_rows, row, name):
     except ValueError as error:
         assert name in str(error).partition("rows.jsonl:1: ")[2]
     else:
-        assert rows.unread == [name]
+        assert name in rows.unread
 
 
 def test_what_a_stage_or_a_reward_reads_is_kept(write_rows):

@@ -20,7 +20,7 @@ from minivlmrl.data.image import ImageProcessor, load_image
 from minivlmrl.data.image_settings import check_options
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.read_row import read_row
+from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.video import load_video
 from minivlmrl.rewards.columns import image_extents
 from minivlmrl.tasks import shapes
@@ -70,8 +70,6 @@ UNSEEN = "seems to contain an image .* Rename it with .*: image"
 REFUSED = [  # (columns of a row, error message)
     ({"image": TWICE}, "column 'image': the image has both 'image' and 'image_url'; use only one"),
     ({"prompt": [user([{"type": "image", **TWICE}])]}, "column 'prompt': message 0: the image has both 'image' and"),
-    ({"image": "red.png", "min_pixels": 7}, "column 'min_pixels' is 7, but it must be renamed with data.columns, or"),
-    ({"prompt": [user([{"type": "image", "image": "red.png"}])], "max_pixels": 7}, "column 'max_pixels' is 7, but"),
     ({"prompt": [user("What?") | {"images": ["green.png"]}]}, r"column '\w+'.*which is not read.* part"),
     ({"prompt": [user([{"type": "text", "text": "What?", "image_path": "green.png"}])]}, "column .* part"),
     ({"prompt": [user("data:image/png;base64,AAAA")]}, r"column '\w+'.* a text seems to contain an image .* part"),
@@ -143,7 +141,7 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
     {"image": "red.png", "chosen": "green.png", "rejected": "blue.png"},
 ], ids=str)  # fmt: skip
 def test_a_name_of_the_same_file_and_texts_about_files_are_no_further_images(columns):
-    [media] = read_row({"problem": "What?", **columns}, (), RowOptions(), Path())[1]
+    [media] = checked_row({"problem": "What?", **columns}, (), (), RowOptions(), Path())[1]
     assert media.source == columns["image"]
 
 

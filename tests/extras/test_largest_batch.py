@@ -8,10 +8,9 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.file_dataset import FileDataset, RowSize, heaviest_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.estimate import MemoryQuestion
 from minivlmrl.extras.memory.largest_batch import largest_rows, try_largest_batches
@@ -131,7 +130,7 @@ def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(broken.read_bytes()[:2000])
     data = FileDataset(write_rows(*({"problem": "a", "image": f"{name}.png"} for name in ("broken", "large", "red"))))
-    sizes = measure_rows(data, PROCESSOR)
+    sizes = heaviest_rows(data, PROCESSOR)
     assert [size.index for size in sizes] == [0, 1, 2] and sizes[0].weight == sizes[1].weight > sizes[2].weight
 
     def rows_of(count, skips=True, sizes=sizes):

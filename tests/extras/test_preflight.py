@@ -13,7 +13,6 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
@@ -260,7 +259,7 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     cure = "so they measure memorisation; remove them from data.eval_file"
     said = f"1 of 2 evaluation rows are also training rows of grpo, the first is {tmp_path}/eval/rows.jsonl:1, {cure}"
     assert notes(grpo=training, eval=held_out) == [said]
-    assert notes(grpo=RowSelection([training], [(0, 0), (0, 2)]), eval=held_out) == []
+    assert notes(grpo=training.select(training.facts[::2]), eval=held_out) == []
     assert notes(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
-    twice, both = RowSelection([training], [(0, 1), (0, 1)]), RowSelection([held_out], [(0, 0), (0, 1)])
+    twice, both = training.select([training.facts[1]] * 2), held_out.select(held_out.facts)
     assert notes(grpo=twice, eval=both) == [said]

@@ -39,7 +39,7 @@ ONE_SOURCE = "data: set exactly one of data.task, data.train_file and data.train
 REFUSED = [
     (PLAIN, {}, "demonstrations", [], "FILE:1: column 'completion' is missing"),
     (PLAIN, {}, "prompts", ["hint"], "FILE:1: column 'hint' is missing"),
-    (PLAIN, {}, "prompts", ["prediction"], "A reward function has the argument 'prediction'; besides columns "),
+    (PLAIN, {}, "prompts", ["prediction"], "A reward function has the argument 'prediction'; docs/rewards.md lists"),
     (PLAIN, {"columns": {"solutoin": "help"}}, "prompts", [],
      "data.columns renames 'solutoin', but no row has this column; the columns are problem, solution; did you mean s"),
     (PLAIN | {"image": "http://localhost:9/a.png"}, {}, "prompts", [],

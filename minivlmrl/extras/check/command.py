@@ -13,7 +13,7 @@ from typing import Any
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows, RowSelection
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable, readable_prompt
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Row
@@ -84,21 +84,22 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
     """Return a dataset without unreadable rows, which training skips if data.skip_unreadable is true."""
-    if not isinstance(rows, FileRows):
+    if not isinstance(rows, FileDataset):
         return rows  # the images of our own tasks are all readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
-class ReadableRows(RowSelection):
+class ReadableRows(FileDataset):
     """A dataset that replaces each unreadable row by the next readable row."""
 
-    def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
-        super().__init__([rows], [(0, index) for index in range(len(rows))])
+    def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
+        self.facts = rows.facts
+        self.rows = rows
         self.use = use
         self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
 
     def __getitem__(self, index: int) -> Row:
-        row, _, failures = next_readable(self.parts[0], index, self.use)
+        row, _, failures = next_readable(self.rows, index, self.use)
         self.failures |= failures
         return row
 

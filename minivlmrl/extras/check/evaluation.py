@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.extras.check.preflight import rows_trained_on
@@ -45,7 +45,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel."""
-    if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
+    if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
     if rows_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
         return

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
@@ -99,7 +99,7 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
         sampled = stage == "eval" or needs[stage] == "prompts"
         rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
-        if not (sampled and rewards and isinstance(rows, FileRows)):
+        if not (sampled and rewards and isinstance(rows, FileDataset)):
             continue
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_SOLUTIONS)):
             row, _ = rows.read(index)

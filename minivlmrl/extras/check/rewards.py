@@ -13,9 +13,9 @@ from torch import Tensor
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import parse_boxes, says_none
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
@@ -119,7 +119,7 @@ def check_contradictions(
     """
     names = trainer.answers
     # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
-    is_compared = names and isinstance(all_rows, FileRows)
+    is_compared = names and isinstance(all_rows, FileDataset)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.rows import Dataset, Row
@@ -21,7 +21,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
     """Yield a data file's rows without opening their images; of a generated dataset, yield only the first 1000 rows."""
-    if isinstance(rows, FileRows):
+    if isinstance(rows, FileDataset):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
         yield from (rows[number] for number in range(min(len(rows), TASK_ROWS)))
@@ -64,7 +64,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 def check_twice(all_rows: Dataset) -> Iterator[str]:
     """Check for rows of a file with the same prompt and images, but different solutions."""
-    if not isinstance(all_rows, FileRows):
+    if not isinstance(all_rows, FileDataset):
         return
     counts = Counter(all_rows.prompt_hashes)
     first_rows = {}  # {digest of a prompt and its images: the first row with it}

@@ -23,7 +23,8 @@ import yaml
 
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import find_format, rename_columns
+from minivlmrl.data.columns import rename_columns
+from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_files import map_nested, open_rows
 from minivlmrl.errors import did_you_mean, error_context, optional_dependency
 from minivlmrl.extras.convert.readers import READERS, finish, fitting, prepare

@@ -10,15 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import BESIDE, MEDIA, OTHER_TAG
-from minivlmrl.data.media import FILE_NAMES
+from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS
+from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG
 from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has another layout
 ANSWERS = ("response", "output", "suffix", "answer")
+# columns of other projects that remain if another column has the same content; `convert` drops them
+BESIDE = (
+    "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
+    "kto_tag", "reward_model", "options", "choices",
+)  # fmt: skip
 SPEAKERS = {  # {name of a speaker: role}
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),

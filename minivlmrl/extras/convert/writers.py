@@ -10,7 +10,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS
 from minivlmrl.data.media import Media
 from minivlmrl.data.messages import LOSS_KEYS, as_turns, content_parts, is_trained, part_kind, shown_parts_of
-from minivlmrl.data.read_row import read_row
+from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.rows import Row
 
 
@@ -97,7 +97,7 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
     """Read a row as in training; return the row, its images and videos, and all other columns."""
-    row, media = read_row(columns, ("problem",), RowOptions(), folder, columns)
+    row, media = checked_row(columns, ("problem",), columns, RowOptions(), folder)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
 

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_dataset import RowSize, heaviest_rows
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.estimate import (
@@ -82,8 +82,8 @@ def measure_datasets(
     question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
     answers = question.trainer.answers
-    rows = measure_rows(datasets[question.stage], processor, answers)
-    return rows, measure_rows(datasets.get("eval", ()), processor, answers)
+    rows = heaviest_rows(datasets[question.stage], processor, answers)
+    return rows, heaviest_rows(datasets.get("eval", ()), processor, answers)
 
 
 def refusal(question: MemoryQuestion, available: float) -> str:

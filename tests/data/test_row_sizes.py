@@ -3,11 +3,9 @@
 import PIL.Image
 import pytest
 
-from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.file_rows import RowSelection
+from minivlmrl.data.file_dataset import FileDataset, long_rows, summary, without_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
-from minivlmrl.data.row_summary import long_rows, summary, without_rows
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
@@ -46,7 +44,7 @@ def test_only_some_of_many_rows_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
     task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(RowSelection([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
+    assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith(
         "2 selected out of 3 in 1 file(s); prompts of"
     )
 

@@ -1,0 +1,345 @@
+"""Check a row of a data file once, when the file is opened; reading the row again skips these checks.
+
+check_columns    types of values, and turns
+check_texts      texts in which other projects write more than text
+check_answers    after read_row: empty answers, and pairs of equal answers
+check_required   columns that a stage or a reward needs
+check_unread     images and videos that the model would not see
+"""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from os.path import join
+from pathlib import Path
+
+from minivlmrl.config.options import RowOptions
+from minivlmrl.config.parsing import read_value
+from minivlmrl.config.types import Plain
+from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS, TEXTS, VALUES, LayoutError
+from minivlmrl.data.media import Media, read_media
+from minivlmrl.data.messages import (
+    ENCODED,
+    LOSS_KEYS,
+    THOUGHT_KEYS,
+    as_turns,
+    check_ends,
+    check_keys,
+    check_messages,
+    content_parts,
+    is_trained,
+    part_kind,
+    shown_parts_of,
+    text_of,
+)
+from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
+from minivlmrl.data.rows import Row
+from minivlmrl.errors import check_field, did_you_mean, error_context
+
+TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
+TURN_KEYS = {  # {role: the keys of its turns}
+    "system": ("role", "content", *LOSS_KEYS),
+    "user": ("role", "content", *LOSS_KEYS),
+    "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # with the name and id of the tool call
+}
+CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
+# usual names of columns with images or videos
+MEDIA_NAME = re.compile(
+    r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
+    r"|file_?names?"
+)
+SUFFIXES = {
+    "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
+    "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
+}
+# a path or URL, without or with a query
+FILE_NAMES = {
+    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
+}
+# the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
+MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
+# a conversation that a chat template has already rendered
+RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
+# tags with which ms-swift marks the names and boxes of the column `objects`, Qwen-VL its images, MMMU <image 1>
+OBJECT_TAG = re.compile("<ref-object>|<bbox>")
+PATH_TAG = re.compile("<img>.*?</img>")
+OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)
+LIST_OF_TURNS = re.compile(r"""\s*\[\s*\{\s*['"]""")  # beginning of a list of objects in JSON or Python
+
+
+def checked_row(
+    columns: dict, required: Collection[str], known: Collection[str], options: RowOptions, folder: Path
+) -> tuple[Row, list[Media]]:
+    """Check and read a row; see read_row.
+
+    Args:
+        columns: the row's columns with their new names.
+        required: columns that the row must have; "problem" stands for any prompt column.
+        known: columns that a stage or a reward reads, or that data.columns names.
+        folder: folder that relative paths start from.
+
+    Raises:
+        ValueError: the row is invalid.
+        LayoutError: the row has the layout of another project.
+    """
+    check_columns(columns, known)
+    check_texts(columns)
+    listed = [item for items in read_media(columns).values() for item in items]
+    try:
+        row, media = read_row(columns, options)
+        check_answers(row, columns)
+    except LayoutError:
+        raise
+    except ValueError:
+        # If the images are in a misspelt column, such as `imge`, the error of check_unread names the column.
+        check_unread(columns, listed, folder, known)
+        raise
+    check_required(row, required)
+    shown = [*media, *(part["image"] for part in answer_image_parts(row))]
+    if shown:  # data.columns may keep a column with a further image for a reward
+        known = {*known, *options.columns.values()}
+    check_unread(columns, shown, folder, known)
+    return row, media
+
+
+def check_columns(columns: dict, known: Collection[str]):
+    """Raise ValueError if a column that is read has a value of the wrong type, or a turn is invalid."""
+    for name, value in columns.items():
+        if value is None:
+            continue
+        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other data
+            read_value(VALUES[name], value, f"column {name!r}", json=True)
+        if name == "solution" and str(value).count("<answer>") > 1:
+            check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
+        if name in ("tools", "functions") and name not in known and declares_tools(value):
+            raise ValueError(
+                f"column {name!r} declares tools that the prompt would not show: {value!r:.60}. Remove the column, or "
+                f"keep it for a reward with data.columns: {{{name}: {name}}}"
+            )
+        if name in TEXTS:
+            if not isinstance(value, TEXTS[name]):
+                kind = LayoutError if isinstance(value, str | dict) else ValueError
+                raise kind(f"column {name!r} is {value!r:.60}, but it must be {TYPE_WORDS[TEXTS[name]]}")
+            with error_context(f"column {name!r}"):
+                check_turns(as_turns(value), name == "prompt")
+
+
+def declares_tools(value: Plain) -> bool:
+    """Return True for a list of tools such as {"type": "function", "function": {...}}, also as JSON text."""
+    items = literal_list(value) if isinstance(value, str) else value
+    keys = {"function", "parameters", "input_schema"}
+    return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
+
+
+def check_turns(turns: list[dict], is_prompt: bool = False):
+    """Raise ValueError if a turn is invalid, or has a key or an image that would be ignored.
+
+    Args:
+        is_prompt: True for the column `prompt`, on which no loss can be computed.
+    """
+    foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
+    if foreign:
+        raise LayoutError(
+            f"message {turns.index(foreign[0])} must have a role, and content that is a text or a list of parts, but "
+            f"it is {foreign[0]!r:.80}"
+        )
+    check_messages(turns)
+    roles = [turn["role"] for turn in turns]
+    if not turns or not TURN_KEYS.keys() >= set(roles):
+        raise LayoutError(
+            f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are "
+            f"{roles!r:.80}"
+        )
+    for number, turn in enumerate(turns):
+        check_loss_keys(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
+        check_parts(turn, f"message {number}")
+    indices = [part["index"] for turn in turns for part in shown_parts_of([turn]) if part.get("index") is not None]
+    if any(first >= second for first, second in pairwise(indices)):
+        raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
+
+
+def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
+    """Raise ValueError if a turn has an unknown key, or a key such as "loss" with a wrong value or place."""
+    try:
+        check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
+    except ValueError as error:  # `convert` drops such keys, and counts them
+        raise LayoutError(error) from error
+    flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
+    is_mixed = any(flags.values()) and not all(flags.values())
+    if is_mixed or any(flag not in (False, True) for flag in flags.values()):
+        raise ValueError(f"{name}: {flags!r:.80} must be true, 1, false or 0, and must not contradict each other")
+    if any(flags.values()) and not can_be_trained:
+        raise ValueError(
+            f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
+            "remove the key, or move the turn into the answer"
+        )
+
+
+def check_parts(turn: dict, name: str):
+    """Raise ValueError if a part or a tool call of a turn has something that would be ignored."""
+    if encoded := ENCODED.match(text_of(turn)):
+        raise ValueError(
+            f"a text seems to contain an image that the model would not see: {encoded[0]!r:.60}. Write it as a "
+            "part {type: image, image: ...}"
+        )
+    for part in content_parts(turn):
+        kind = part_kind(part)
+        if kind == "text":
+            check_keys(part, ("type", "text"), f"a text of {name}")
+        elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
+            raise ValueError(f"{name} has a part of two kinds: {part!r:.80}; write two parts")
+    for call in turn.get("tool_calls") or []:
+        check_keys(call, CALL_KEYS, f"a tool call of {name}")
+        check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
+
+
+def check_texts(columns: dict):
+    """Raise LayoutError if a text contains a list of turns, a rendered conversation, or another project's tags."""
+    texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
+    for name, value in texts.items():
+        if isinstance(value, str) and RENDERED.match(value):
+            raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
+        if isinstance(value, str) and is_list_of_turns(literal_list(value)):
+            raise LayoutError(
+                f"column {name!r} is a text that contains a list of turns in JSON or Python: {value!r:.60}"
+            )
+    all_text = repr(texts)
+    if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
+        raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
+    has_media = any(columns.get(name) not in (None, "", []) for name in MEDIA)
+    if not has_media and PATH_TAG.search(all_text):
+        raise LayoutError("the texts contain <img>, with which Qwen-VL names its images")
+    if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
+        raise LayoutError(f"the texts contain {tag[0]}, but the place of an image is <image>")
+
+
+def literal_list(text: str) -> list | None:
+    """Return the list of objects that a text contains in JSON or as a Python literal, or None."""
+    if not LIST_OF_TURNS.match(text):
+        return None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        return value if isinstance(value, list) else None
+    return None
+
+
+def is_list_of_turns(value: Plain) -> bool:
+    """Return True for a list of objects with `role` and `content`, or with `from` and `value`."""
+    pairs = ({"role", "content"}, {"from", "value"})
+    items = value if isinstance(value, list) else []
+    return bool(items) and all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
+
+
+def check_answers(row: Row, columns: dict):
+    """Raise ValueError for a blank answer, an answer without a turn to train on, or a pair of equal answers."""
+    place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
+    said = {}  # an answer's turns, with the texts of a turn joined
+    for name in ANSWERS:
+        answer = getattr(row, name)
+        if answer is None:
+            continue
+        turns = as_turns(answer)
+        said[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
+        with error_context(f"column {column_of(name, place)!r}"):
+            check_ends(turns)
+            for turn in turns:
+                if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
+                    raise ValueError("an answer is empty or blank; add its text or remove the row")
+            if not any(map(is_trained, turns)):
+                raise ValueError(
+                    f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
+                )
+    if "chosen" in said and said["chosen"] == said.get("rejected"):
+        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
+    if row.messages and row.messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
+        )
+
+
+def check_required(row: Row, required: Collection[str]):
+    """Raise LayoutError if a row lacks a column that a stage or a reward needs."""
+    given = sorted(name for name, value in row.columns.items() if value is not None)
+    unknown = [name for name in given if name not in (*ANSWERS, "label", "solution", "problem")]
+    for name in required:
+        if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
+            continue
+        message = (
+            f"column {name!r} is missing; the row has {given!r:.200}. Rename a column with data.columns: "
+            f"{{YOURS: {name}}}{did_you_mean(name, unknown)}"
+        )
+        if name in (*ANSWERS, "label", "solution"):
+            raise LayoutError(message)
+        raise ValueError(
+            f"{message}. A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
+            "columns of the rows"
+        )
+
+
+def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
+    """Raise ValueError if a row's column contains an image or video that the model would not see.
+
+    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes.
+
+    Args:
+        media: the images and videos that the model sees.
+        known: columns that may contain images for other purposes, because data.columns or a reward names them.
+    """
+    sources = [source for item in media for source in item.sources]
+    for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
+        for item in _leaves(columns[name]):
+            kind = _unread_kind(item, folder)
+            if not media and item and MEDIA_NAME.fullmatch(name.lower()):
+                kind = kind or ("video" if "video" in name.lower() else "image")
+            if not kind or any(_is_source(item, source) for source in sources):
+                continue
+            target = f"{kind}s" if isinstance(columns[name], list) else kind
+            article = "an" if kind == "image" else "a"
+            shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
+            raise ValueError(
+                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
+                f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "
+                f"for a reward with data.columns: {{{name}: {name}}}."
+            )
+
+
+def _leaves(value: Plain) -> Iterator[str | bytes]:
+    if isinstance(value, dict):
+        # Yield only the bytes of Hugging Face's {"bytes": ..., "path": ...}, because the path names the same image.
+        value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, str | bytes):
+        yield value
+
+
+def _unread_kind(item: str | bytes, folder: Path) -> str | None:
+    """Return "image" or "video" if a value is the content or the name of an image or video file, otherwise None."""
+    if isinstance(item, bytes):
+        return "image" if MAGIC.match(item) else None
+    if encoded := ENCODED.match(item):
+        return encoded[1] if encoded[1] in SUFFIXES else "image"
+    for kind, pattern in FILE_NAMES.items():
+        # A text with spaces may be a sentence, such as "Describe cat.png", so the file must exist.
+        if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
+            return kind
+    return None
+
+
+def _is_source(item: str | bytes, source: str | bytes) -> bool:
+    """Return True if two file names can mean the same file, such as "/cats/1.png" and "1.png"."""
+    if item is source or item == source or f"data:;base64,{item!s}" == source:
+        return True
+    if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
+        return False
+    path, other = (re.split(r"[\\/]+", text.removeprefix("./")) for text in (item, source))
+    length = min(len(path), len(other))
+    return path[-length:] == other[-length:]
