@@ -168,7 +168,9 @@ class FileDataset(Sequence[Row]):
             columns |= row.columns.keys()
             file.given |= {name for name, value in row.columns.items() if value is not None}
             file.given |= {name for name in ANSWERS if getattr(row, name) is not None}
-            self.facts.append(facts_of(file, line, row, media, missing if checks_files else None))
+            facts, lost = facts_of(file, line, row, media, checks_files)
+            self.facts.append(facts)
+            missing += lost
         if missing:
             raise ValueError(
                 f"{path}: {len(missing)} image or video file(s) of the rows are missing in "
@@ -289,17 +291,17 @@ def is_foreign(error: BaseException | None) -> bool:
     return isinstance(error, LayoutError) or (error is not None and is_foreign(error.__cause__))
 
 
-def facts_of(file: RowFile, line: int, row: Row, media: list[Media], missing: list[str] | None) -> RowFacts:
-    """Collect the facts about a row.
+def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
+    """Collect the facts about a row, and list its missing image and video files.
 
     Args:
-        missing: list to which the row's missing image and video files are added; None does not look at any file.
+        checks_files: whether to look at the image and video files.
     """
     shown = media + [part["image"] for part in answer_image_parts(row)]
     with error_context(row.where):
         paths = list(files_of(shown, str(file.folder)))
-    file_sizes = []
-    for source, path in paths if missing is not None else ():
+    file_sizes, missing = [], []
+    for source, path in paths if checks_files else ():
         is_file = isfile(path)
         file_sizes.append(getsize(path) if is_file else len(source))
         if path and not is_file:
@@ -307,11 +309,11 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], missing: li
     images = []
     for item in shown:
         if item.kind == "image":
-            size = None if missing is None else image_size(item.sources[0], file.folder)
+            size = image_size(item.sources[0], file.folder) if checks_files else None
             images.append((size, item.options))
     kinds = [item.kind for item in media]
     texts = [row.messages, *(getattr(row, name) for name in ANSWERS)]
-    return RowFacts(
+    facts = RowFacts(
         file,
         line,
         num_images=kinds.count("image"),
@@ -320,6 +322,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], missing: li
         text_bytes=tuple(len(repr(text).encode()) for text in texts),
         images=tuple(images),
     )
+    return facts, missing
 
 
 def image_size(source: Source, folder: Path) -> Size | None:

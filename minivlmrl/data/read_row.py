@@ -117,7 +117,7 @@ def place_answers(
         The prompt's messages, its media in order, and {column: answer}.
     """
     row_media = read_media(columns)
-    shown = {name: turns for name, turns in answers.items() if shows_media(turns)}
+    shown = {name: as_turns(turns) for name, turns in answers.items() if shows_media(turns)}
     messages, media, placed = prompt, [], dict(answers)
     # If no answer contains an image, all images of the row belong to the prompt.
     for name, turns in (shown or {place: []}).items():

@@ -117,12 +117,11 @@ def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(write
 
 
 def test_a_solution_is_compared_only_by_the_rewards_of_its_file(write_rows):
-    datasets = {"grpo": FileDataset(write_rows({"problem": "a", "solution": ["x"]}))}
-    datasets["grpo"].constants = {"row_rewards": ["format"]}
-    check_truths(RunConfig(), {"grpo": "prompts"}, datasets)
-    datasets["grpo"].constants = {"row_rewards": ["accuracy"]}
+    file = write_rows({"problem": "a", "solution": ["x"]})
+    check_truths(RunConfig(), {"grpo": "prompts"}, {"grpo": FileDataset(file, constants={"row_rewards": ["format"]})})
+    compared = FileDataset(file, constants={"row_rewards": ["accuracy"]})
     with pytest.raises(ValueError, match=NO_TEXT):
-        check_truths(RunConfig(), {"grpo": "prompts"}, datasets)
+        check_truths(RunConfig(), {"grpo": "prompts"}, {"grpo": compared})
 
 
 def test_long_prompts_are_skipped_and_reported(write_rows):
