@@ -6,6 +6,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from opcode import opmap
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -50,9 +51,7 @@ def mistake(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
         return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
-    last = extract_tb(error.__traceback__)[-1]
-    is_raised = last.filename.startswith(OURS) and (last.line or "").startswith("raise ")
-    is_known = isinstance(error, ValueError | FloatingPointError) and is_raised
+    is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
     if not is_known and not isinstance(error, OSError):
         return None
     cause = error
@@ -67,6 +66,19 @@ def mistake(error: BaseException) -> str | None:
     line = " ".join(message.split())
     is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path tells most
     return line if is_path else shortened(line)
+
+
+def is_raised_by_us(error: BaseException) -> bool:
+    """Return True if a `raise` statement of minivlmrl raised an error, and False if int("x") failed there, for example.
+
+    The innermost frame of the traceback has the instruction that it executed last.
+    """
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    return code.co_filename.startswith(OURS) and code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):

@@ -5,9 +5,13 @@ python -m minivlmrl train --help grpo                     # one section
 python -m minivlmrl train my_recipe.yaml --help my_stage  # section of a recipe's own stage
 """
 
+import ast
 import inspect
+import io
 import sys
 import textwrap
+import tokenize
+from functools import cache
 
 import yaml
 
@@ -52,6 +56,31 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
 def format_option(option: Option) -> str:
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()
-    text = f"{type_text(option.hint)}; {option.comment}"
+    text = f"{type_text(option.hint)}; {comments_of(option.declared_in).get(option.name, '')}"
     lines = textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
     return "\n".join([f"  --{option.path}={default}", *lines])
+
+
+@cache
+def comments_of(section: type) -> dict[str, str]:
+    """Return the comments above and beside the fields of a dataclass, {name of the field: text}.
+
+    This page shows the comments of options.py, as pydoc shows comments, so that an option and its explanation stand
+    together in the file that people read. No other code reads them.
+    """
+    source = textwrap.dedent(inspect.getsource(section))
+    texts = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            texts[token.start[0]] = token.string.removeprefix("# ")
+    comments = {}
+    [definition] = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    first_line = 0
+    for statement in definition.body:
+        last_line = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            lines = range(first_line, last_line + 1)
+            comments[statement.target.id] = " ".join(texts[line] for line in lines if line in texts)
+        first_line = last_line + 1
+    return comments

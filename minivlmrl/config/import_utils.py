@@ -21,11 +21,13 @@ from minivlmrl.config.parsing import read_value
 from minivlmrl.errors import PACKAGE, USER_FILES, check_extras, did_you_mean, error_context
 
 
-@functools.cache
 def load_name(target: str) -> Any:
     """Load an object by its name, such as "package.module:name" or "file.py:name"."""
     file, _, name = target.rpartition(":")
-    return getattr(_load_module(file), name)
+    module = _load_module(file)
+    if not hasattr(module, name):
+        raise ValueError(f"{file} defines no {name!r}{did_you_mean(name, vars(module))}")
+    return getattr(module, name)
 
 
 def _load_module(file: str) -> ModuleType:
@@ -38,11 +40,31 @@ def _load_module(file: str) -> ModuleType:
             )
         USER_FILES.add(path)  # before the file runs, because its code may fail
         return run_file(path)
-    module = importlib.import_module(file)
+    try:
+        module = importlib.import_module(file)
+    except ModuleNotFoundError as error:
+        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but imports one that does not
+            raise
+        raise ValueError(f"there is no module {error.name}; install its package, or write file.py:name") from None
     path = getattr(module, "__file__", None)
     if path and not Path(path).resolve().is_relative_to(PACKAGE):
         USER_FILES.add(path)
     return module
+
+
+def code_files() -> set[str]:
+    """Return the user's code files: those that a recipe has loaded, and files beside or below them that they import."""
+    folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
+    files = {*USER_FILES}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.startswith(folders) or name == "__main__":
+            continue
+        is_ours = name.split(".")[0] == PACKAGE.name
+        is_installed = name.split(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file).parts
+        if not is_ours and not is_installed and os.path.isfile(file):
+            files.add(file)
+    return files
 
 
 def _source_file(path: str) -> str:
@@ -58,16 +80,23 @@ def recipes_folder() -> Path:
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
-@functools.cache
 def run_file(path: str) -> ModuleType:
-    """Execute a Python file once, and return the resulting module."""
+    """Execute a Python file, unless it has been executed already, and return the resulting module."""
     # A user's module is named after the path of its file, so that pickle finds the module on every rank. Dots in the
     # path are replaced, because a dot in a module's name ends the name of a package.
-    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
+    name = path.removesuffix(".py").replace(".", "%2e")
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
     module.__file__ = path
-    sys.modules[module.__name__] = module
-    sys.path.append(os.path.dirname(path))  # so that the file can import files beside it
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    sys.modules[name] = module
+    if os.path.dirname(path) not in sys.path:
+        sys.path.append(os.path.dirname(path))  # so that the file can import files beside it
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -105,6 +134,23 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         raise ValueError(f"{kind} {text}: the options must have the form name=value, name=value") from error
 
 
+def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
+    """Find a function by its name, with or without options, see resolve_object; a class is not a function."""
+    function, options = resolve_object(kind, text, table)
+    check_function(kind, text, function)
+    return with_options(function, options)
+
+
+def check_function(kind: str, text: str, function: Any):
+    if isinstance(function, type):
+        raise ValueError(
+            f"{kind} {text} is a class, but it must be a function or an object with __call__. Write `name = "
+            f"{function.__name__}()` in your file, and give this name"
+        )
+    if not callable(function):
+        raise ValueError(f"{kind} {text} is {function!r:.80}, but it must be a function or an object with __call__")
+
+
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     """Return the trainer class that an item in the recipe's list `stages` names.
 
@@ -130,6 +176,7 @@ def load_function(
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
+        check_function(option, text, function)
         for name in options.keys() & vars(section).keys():
             raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
         return with_arguments(with_options(function, options), num_positional, names, vars(section))

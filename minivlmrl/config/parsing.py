@@ -1,9 +1,7 @@
 """Check and convert the values in recipes and config files according to the type hints of dataclasses."""
 
 import dataclasses
-import functools
 import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -262,11 +260,6 @@ class Option(NamedTuple):
     default: Plain
     declared_in: type  # dataclass that declares the field; it may be a base class
 
-    @property
-    def comment(self) -> str:
-        """The comment on the option's field in the source code, or "" without a comment."""
-        return _field_comments(self.declared_in).get(self.name, "")
-
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a dataclass, and of the dataclasses in its fields (the sections of a recipe)."""
@@ -279,26 +272,6 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
             declared_in = next(part for part in cls.__mro__ if field.name in inspect.get_annotations(part))
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             yield Option(prefix + field.name, field.name, hint, default, declared_in)
-
-
-@functools.cache
-def _field_comments(cls: type) -> dict[str, str]:
-    """Map the fields of a dataclass to the comments above and after each field in the source code."""
-    comments = {}
-    above = []  # comment lines since the last field
-    name = ""
-    for line in inspect.getsource(cls).partition("\n    def ")[0].splitlines():
-        field_line = re.match(r"    (\w+): ", line)
-        trailing = line.partition("  # ")[2]
-        if line.strip().startswith("# "):
-            above.append(line.strip().removeprefix("# "))
-        elif field_line:
-            name = field_line[1]
-            comments[name] = " ".join([*above, trailing]).strip()
-            above = []
-        elif name and trailing:  # a comment in a default that has several lines
-            comments[name] = f"{comments[name]} {trailing}".strip()
-    return comments
 
 
 def type_text(hint: TypeHint) -> str:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import PIL.Image
 import torch
 
-from minivlmrl.config.import_utils import resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_function
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import ANSWERS, READ, LayoutError, rename_columns
@@ -43,7 +43,7 @@ Size = tuple[int, int]  # width and height in pixels
 def find_format(name: str) -> Callable[[dict], dict]:
     """Return the function for the option data.format, which converts a row of a data file."""
     with error_context(f"data.format {name}"):
-        return with_options(*resolve_object("format", name, {}))
+        return resolve_function("format", name, {})
 
 
 class RowFile:

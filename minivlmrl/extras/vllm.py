@@ -33,7 +33,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # so that vLLM doe
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import check_values
 from minivlmrl.config.types import Count, Dtype
@@ -162,7 +161,7 @@ class VLLMSampler(Sampler):
     @classmethod
     def check(cls, run: RunConfig):
         try:
-            load_name("vllm:LLM")
+            import_module("vllm")
         except ImportError as error:
             raise ValueError(
                 f"sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes: {error!r}"

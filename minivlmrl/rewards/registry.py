@@ -4,7 +4,6 @@ A reward has a name from REWARDS, or the name of a function: "my_rewards.py:brev
 name may end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
 """
 
-import dis
 import inspect
 import math
 import numbers
@@ -16,12 +15,11 @@ from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
-from minivlmrl.config.import_utils import resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_function
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
@@ -107,16 +105,12 @@ class Reward:
         return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
 
     @property
-    def reads_all(self) -> bool:
-        """Return True if the reward function may read any column, because its code uses its parameter **columns."""
-        function = inspect.unwrap(getattr(self.function, "func", self.function))
-        code = getattr(function, "__code__", None)
-        if code is None or function.__module__.startswith("minivlmrl."):
-            return code is None
-        if not code.co_flags & inspect.CO_VARKEYWORDS:
-            return False
-        name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-        return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
+    def receives_all(self) -> bool:
+        """Return True for a user's reward function with a parameter such as **columns, which receives every column."""
+        parameters = inspect.signature(self.function).parameters.values()
+        function = getattr(self.function, "func", self.function)  # the function with options is a partial
+        is_builtin = str(function.__module__).startswith("minivlmrl.")  # a built-in reward does not use its **columns
+        return not is_builtin and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return a copy of the reward: if its function fails on one rank, all ranks raise RewardFailed."""
@@ -187,9 +181,7 @@ class Reward:
 
 def get_reward(name: str) -> Reward:
     """Find a reward by its name, which may be followed by options, as in "iou" or "mine.py:near(tolerance=0.05)"."""
-    function, options = resolve_object("reward", name, REWARDS)
-    with error_context(f"reward {name}"):
-        return Reward(name, with_options(function, options))
+    return Reward(name, resolve_function("reward", name, REWARDS))
 
 
 def training_rewards(run: RunConfig) -> list[Reward]:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder
@@ -69,9 +70,9 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
         values[BASE] = digest(sampled_blocks(files))
     if config.data.train_file:
         values[ROWS] = _checksum(Path(config.data.train_file))
-    for file in map(Path, re.findall(r'(/[^"]+?\.py):', json_text(values))):  # as in "/home/me/my_rewards.py:mentions"
-        if file.is_file():
-            values[f"{CODE}{file}"] = digest([file])
+    for file in map(Path, sorted(code_files())):
+        is_below = file.is_relative_to(Path.cwd())
+        values[f"{CODE}{file.relative_to(Path.cwd()) if is_below else file}"] = digest([file])
     return parse_json(json_text(values))
 
 

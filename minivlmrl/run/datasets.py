@@ -62,7 +62,7 @@ def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [*(training_rewards(run) if is_scored else []), *(held_out_rewards(run) if run.data.eval_file else [])]
     own_stages = [trainer for trainer in stages.values() if not trainer.__module__.startswith("minivlmrl.")]
-    if run.sampling.environment or own_stages or any(reward.reads_all for reward in rewards):
+    if run.sampling.environment or own_stages or any(reward.receives_all for reward in rewards):
         return None
     needed = [NEEDS[trainer.needs] for trainer in stages.values()]
     return {*chain(*needed, *(trainer.columns for trainer in stages.values()), *(r.optional_columns for r in rewards))}

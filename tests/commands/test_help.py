@@ -13,7 +13,7 @@ def test_every_option_is_listed_once_with_a_description(capsys):
     for options in page.options_by_section().values():
         for option in options:
             assert out.count(f"  --{option.path}=") == 1, option.path
-            assert option.comment, f"{option.path} has no comment that explains it"
+            assert page.comments_of(option.declared_in)[option.name], f"{option.path} has no comment that explains it"
     assert "  --data.video={}\n" in out and out.startswith("usage: python -m minivlmrl train")
 
 

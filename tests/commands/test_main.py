@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from minivlmrl import __main__ as start
+from minivlmrl import errors
 
 
 def test_every_command_exists_and_has_a_description():
@@ -80,3 +81,18 @@ def fill(_arguments):
 def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_an_error_is_a_mistake_if_our_raise_statement_raised_it(tmp_path, monkeypatch):
+    """The statement's layout does not matter. An error of int() in our code is a bug, which needs a traceback."""
+    statements = {
+        "raise ValueError('no')": True, "if True: raise ValueError('no')": True, "1; raise ValueError('no')": True,
+        "raise ValueError(\n    'no'\n    ' more'\n)": True, "raise_it = int('x')": False, "[1].index(2)": False,
+        "raise TypeError('no')": False,
+    }  # fmt: skip
+    monkeypatch.setattr(errors, "OURS", (f"{tmp_path}/",))
+    for number, (statement, expected) in enumerate(statements.items()):
+        file = tmp_path / f"{number}.py"
+        with pytest.raises((ValueError, TypeError)) as raised:
+            exec(compile(statement, str(file), "exec"))  # there is no file from which a line could be read
+        assert (errors.mistake(raised.value) is not None) == expected, statement

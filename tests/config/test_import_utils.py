@@ -9,6 +9,7 @@ from typing import Annotated
 import pytest
 
 from minivlmrl.config.import_utils import load_name, resolve_object, with_options
+from minivlmrl.errors import mistake
 from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.run.optimizer import OPTIMIZERS
 
@@ -38,13 +39,26 @@ def test_registries_name_modules_of_the_package():
     assert len(targets) == 3 and all(target.startswith("minivlmrl.") for target in targets)
 
 
-@pytest.mark.parametrize(("target", "error"), [
-    ("json:dumpz", AttributeError), ("jsonn:dumps", ModuleNotFoundError), ("FILE:other", AttributeError),
+@pytest.mark.parametrize(("target", "said"), [
+    ("json:dumpz", "^json defines no 'dumpz'; did you mean dump\\?$"),
+    ("FILE:crsh", "own.py defines no 'crsh'; did you m"),
+    ("jsonn:dumps", "^there is no module jsonn; install its package, or write file.py:name$"),
+    ("json.none:dumps", "^there is no module json.none; install"), ("FILE:zzz", "own.py defines no 'zzz'$"),
 ])  # fmt: skip
-def test_missing_objects_are_errors_of_python(tmp_path, target, error):
-    (tmp_path / "own.py").write_text("")
-    with pytest.raises(error):
+def test_a_missing_object_is_one_line(tmp_path, target, said):
+    (tmp_path / "own.py").write_text("crash = 1")
+    with pytest.raises(ValueError, match=said) as raised:
         load_name(target.replace("FILE", str(tmp_path / "own.py")))
+    assert mistake(raised.value)
+
+
+def test_a_missing_import_in_a_users_file_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "imports_nothing.py").write_text("import jsonn\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for target in (f"{tmp_path}/imports_nothing.py:f", "imports_nothing:f"):
+        with pytest.raises(ModuleNotFoundError) as raised:
+            load_name(target)
+        assert mistake(raised.value) is None
 
 
 def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, "[0, 1]"] = 0.5, kind=None):

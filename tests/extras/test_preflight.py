@@ -218,9 +218,9 @@ def test_options_without_effect_are_reported():
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
     logs = {"log_completions": 5, "num_logged_prompts": 1}
-    grpo, *said = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
+    files, grpo, *said = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
+    assert files == "data.files.dpo: no effect, because `stages` does not include dpo"
     assert said == [
-        "data.files.dpo: no effect, because `stages` does not include dpo",
         "data.train_file: no effect, because data.files has the rows of all stages",
         "rewards, log_completions, num_logged_prompts: no effect, because no stage samples completions",
     ]

@@ -1,11 +1,12 @@
 """Test that the replay of a step gives the completions and metrics of the run, bit for bit."""
 
 import re
+import sys
 
 import pytest
 
 from minivlmrl.__main__ import main
-from minivlmrl.config.import_utils import load_name, run_file
+from minivlmrl.config.import_utils import run_file
 from minivlmrl.extras.replay import compare
 from tests.helpers.runs import read_lines, write_lines
 
@@ -115,9 +116,8 @@ def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
     options = ["--stages=[grpo]", "--grpo.max_steps=1", *LOUD[1:], f"--rewards={{'{reward}:f': 1.0}}"]
     folder = run(*options)
     trace = tmp_path / "executed"
+    del sys.modules[run_file(str(reward)).__name__]
     reward.write_text(f"open({str(trace)!r}, 'w')\n{reward.read_text()}")
-    load_name.cache_clear()
-    run_file.cache_clear()
     code, lines = replayed(folder, "grpo", 0)
     says = f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}"
     assert code == 2 and says in lines[-1] and not trace.exists()

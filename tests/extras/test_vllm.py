@@ -202,7 +202,6 @@ def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, say
 
 def test_vllm_must_be_installed(stage, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    load_name.cache_clear()
     with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/notes/vllm\.md describes: .*NotFound"):
         stage("grpo", ENGINE)
 
@@ -235,7 +234,6 @@ def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeyp
 
 def test_memory_is_estimated_without_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    load_name.cache_clear()
     sampler = find_engine(options(engine="vllm"))
     assert sampler.engine_bytes(options(vllm={"dtype": "bfloat16"}), 10, torch.float32) == {"vLLM's weights": 20}
     assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}

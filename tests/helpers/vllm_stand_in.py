@@ -82,5 +82,4 @@ def install(monkeypatch):
     for name, content in MODULES.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(content)
-    load_name.cache_clear()
     return sys.modules[load_name(ENGINES["vllm"]).__module__]

@@ -245,3 +245,45 @@ def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, va
 
 
 # options in a name, and custom functions
+
+
+OWN = """
+class Scorer:
+    def __call__(self, completions, solution, **columns):
+        return [1.0] * len(completions)
+
+
+def unused(completions, solution, **columns):
+    return [1.0] * len(completions)
+
+
+def named(completions, solution, hint=None, *, scale=1.0):
+    return [scale] * len(completions)
+
+
+one_scorer = Scorer()
+NUMBER = 3
+"""
+
+
+@pytest.mark.parametrize("file_name", ["mine.py", "my_columns.py", "solution_columns_2.py"])
+def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
+    """The name of a reward's file, and whether its code uses the columns, change nothing."""
+    (tmp_path / file_name).write_text(OWN)
+    received = {"unused": True, "one_scorer": True, "named": False, "named(scale=2.0)": False}
+    for name, expected in received.items():
+        reward = get_reward(f"{tmp_path / file_name}:{name}")
+        assert reward.receives_all == expected and reward.columns == {"solution"}
+    assert not any(get_reward(name).receives_all for name in REWARDS)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("Scorer", r"^reward .*mine\.py:Scorer is a class, but it must be a function or an object with __call__\. Write "
+               r"`name = Scorer\(\)` in your file, and give this name$"),
+    ("NUMBER", r"^reward .*mine\.py:NUMBER is 3, but it must be a function or an object with __call__$"),
+    ("unusd", r"mine\.py defines no 'unusd'; did you mean unused\?$"),
+])  # fmt: skip
+def test_what_is_no_function_is_refused(tmp_path, name, said):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ValueError, match=said):
+        get_reward(f"{tmp_path / 'mine.py'}:{name}")

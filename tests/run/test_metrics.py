@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, merge
@@ -205,7 +204,6 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("wandb", "minivlmrl.extras.weights_and_biases"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    load_name.cache_clear()
     options = ["--stages=[sft, grpo]", LETTERS, "--sft.max_steps=2", "--grpo.max_steps=2", "--eval_steps=1"]
     options += ["--checkpoint_steps=1", '--report_to=[tensorboard, wandb, "CSV"]']
     options[-1] = options[-1].replace("CSV", f"{tmp_path}/my_tracker.py:csv(sign=';')")

@@ -66,7 +66,7 @@ STAGES = {  # head of a class: (body, exit code, printed line)
     "Scalar(Base)": (
         "def loss(self, batch): return super().loss(batch)[0]", 2, "the method loss of the stage own returned tensor(",
     ),
-    "Other(Base)": ("pass", 1, "AttributeError: module '"),  # the recipe names the class Missing
+    "Other(Base)": ("pass", 2, "FILE defines no 'Missing'"),  # the recipe names the class Missing
 }  # fmt: skip
 
 

@@ -1,12 +1,15 @@
 """Check a recipe before the first optimizer step, and print notes about the device, the model and the options."""
 
 import math
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import ModuleType
 
 import torch
 
+from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
@@ -14,7 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
+from minivlmrl.errors import USER_FILES, error_context
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.kernels.backend import KERNELS, backend_for
@@ -41,7 +44,14 @@ class Preflight(Callback):
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
-        try_rewards(config, needs, datasets)
+        with fresh_import():
+            try:
+                training_rewards(config), held_out_rewards(config)
+            except Exception as error:  # the first import, before this one, had no error
+                if world.is_main:
+                    print(f"no trial call of the rewards, because a file cannot be imported twice: {error!r:.200}")
+            else:
+                try_rewards(config, needs, datasets)
         world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
 
     def on_model(
@@ -54,6 +64,35 @@ class Preflight(Callback):
             describe_thought(processor)
             for note in [*collect_notes(config, trainers, datasets), *notes]:
                 print(note, flush=True)
+
+
+@contextmanager
+def fresh_import() -> Iterator[None]:
+    """Context manager in whose block the user's files are loaded again, so that a call changes no module of the run.
+
+    A reward could count its calls in a module, for example. A resumed run, which makes the trial call again, would
+    otherwise continue with other numbers.
+    """
+    of_run = loaded_modules()
+    for name in of_run:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        # A file that the call has imported is remembered, because a resumed run compares all files of code.
+        USER_FILES.update(code_files())
+        for name in loaded_modules():
+            del sys.modules[name]
+        for name, module in of_run.items():
+            sys.modules[name] = module
+            package, _, attribute = name.rpartition(".")
+            if package in sys.modules:
+                setattr(sys.modules[package], attribute, module)
+
+
+def loaded_modules() -> dict[str, ModuleType]:
+    files = code_files()
+    return {name: module for name, module in sys.modules.items() if getattr(module, "__file__", None) in files}
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):

@@ -1,0 +1,95 @@
+"""Test that a resume names the user's code that has changed, and that a trial call changes no module of the run."""
+
+import os
+import sys
+
+import pytest
+
+from minivlmrl.config.import_utils import code_files, load_name, run_file
+from minivlmrl.errors import USER_FILES
+
+COUNT = """
+calls = 0
+
+
+def counts(completions, **columns):
+    global calls
+    calls += 1
+    return [calls * SIGN + len(text) for text in completions]
+"""
+# {file: text}; a reward imports the other files at once, or in its first call
+FILES = {
+    "plain": {"rewards.py": COUNT.replace("SIGN", "1")},
+    "below": {"my/mine.py": COUNT.replace("SIGN", "1")},
+    "häufig": {"Belohnung für b.py": COUNT.replace("SIGN", "1")},
+    "neighbour": {"rewards.py": "from signs import SIGN\n" + COUNT, "signs.py": "SIGN = 1\n"},
+    "package": {"rewards.py": "from lib.signs import SIGN\n" + COUNT, "lib/signs.py": "SIGN = 1\n"},
+    "late": {
+        "rewards.py": COUNT.replace("    global", "    from late_signs import SIGN\n    global"),
+        "late_signs.py": "SIGN = 1\n",
+    },
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes files of code, and makes Python forget those that it has imported."""
+    former = {*USER_FILES}
+    USER_FILES.clear()
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+
+    def write(folder, files):
+        for name, module in [*sys.modules.items()]:
+            if str(getattr(module, "__file__", None)).startswith(str(tmp_path)) or name == "lib":
+                del sys.modules[name]
+        for name, text in files.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path / folder
+
+    yield write
+    USER_FILES.clear()
+    USER_FILES.update(former)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_changed_code_is_named_at_a_resume(run, plain, write, monkeypatch, capsys, kind):
+    """The reward is named relative to the working folder, as README does."""
+    reward, *others = FILES[kind]
+    monkeypatch.chdir(write(kind, FILES[kind]))
+    options = ["--stages=[grpo]", f"--rewards={{'{reward}:counts': 1.0}}", "--checkpoint_steps=1"]
+    run(*options, "--grpo.max_steps=1")
+    write(kind, FILES[kind])
+    run(*options, "--grpo.max_steps=2", "--resume=auto")
+    assert "code in" not in capsys.readouterr().out
+    changed = others[0] if others else reward
+    write(kind, {changed: FILES[kind][changed].replace("SIGN = 1", "SIGN = -1").replace("* 1", "* -1")})
+    run(*options, "--grpo.max_steps=3", "--resume=auto")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "code in" in line]
+    assert line.startswith("changed since ") and line.endswith(f"was saved: code in {changed}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "neighbour"])
+def test_the_trial_call_does_not_change_the_module_of_the_run(run, plain, write, monkeypatch, kind):
+    monkeypatch.chdir(write(kind, FILES[kind]))
+    run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=3", "--data.eval_rows=0")
+    assert run_file(os.path.abspath("rewards.py")).calls == 3
+
+
+def test_a_file_that_cannot_be_imported_twice_has_no_trial(run, plain, write, monkeypatch, capsys):
+    once = "import sys\n\nif hasattr(sys, 'seen'):\n    raise KeyError('registered twice')\nsys.seen = True\n"
+    monkeypatch.chdir(write("once", {"rewards.py": once + COUNT.replace("SIGN", "1")}))
+    monkeypatch.setattr(sys, "seen", True, raising=False)
+    monkeypatch.delattr(sys, "seen")
+    run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=1")
+    said = "no trial call of the rewards, because a file cannot be imported twice: KeyError('registered twice')"
+    assert said in capsys.readouterr().out
+
+
+def test_code_of_the_product_and_of_installed_packages_is_not_the_users(write, monkeypatch):
+    folder = write("home", {"rewards.py": "import json\nimport torch\nfrom helper import F\n", "helper.py": "F = 1\n"})
+    monkeypatch.chdir(folder)
+    load_name("rewards.py:F")
+    assert code_files() == {str(folder / "rewards.py"), str(folder / "helper.py")}
