@@ -1,15 +1,15 @@
 """Run all tests and measurements that need a GPU, most important first, and write the numbers to one page.
 
-python benchmarks/first_gpu_hour.py --out DIR                # twelve minutes on one GPU with 80 GB
-python benchmarks/first_gpu_hour.py --out DIR --minutes 9    # repeat until no part is printed as "later"
-python benchmarks/first_gpu_hour.py --out DIR --toy          # tests the script: toy size, also on a CPU
+python benchmarks/first_gpu_hour.py --out DIR          # seven minutes on one GPU with 80 GB or more
+python benchmarks/first_gpu_hour.py --out DIR          # seven minutes again, for the parts that were "later"
+python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, also on a CPU
 
 Each part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and the
 numbers that the part printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line
 for each number, and DIR/summary.md the same numbers in tables; both summaries are written again after each part. A
-later call with the same DIR skips the finished parts and repeats the failed ones. With --minutes, a part only begins if
-its time limit fits. Nothing is downloaded: weights are random and have the real size. The exit status is the number of
-failed parts.
+later call with the same DIR skips the finished parts and repeats the failed ones. A part only begins if its time limit
+fits into --minutes. Nothing is downloaded: weights are random and have the real size. docs/gpu.md says what each part
+should show. The exit status is the number of failed parts.
 """
 
 import argparse
@@ -37,17 +37,23 @@ class Part(NamedTuple):
 
 
 TRL = ("trl", "datasets", "transformers")
-# Sorted by value, the most important part first. The time limits up to `default_run` sum to less than twelve minutes.
+# Sorted by value, the most important part first. The parts up to `lora` fit into the seven minutes of a first call, and
+# those up to `profile` into a second.
 PARTS = {
     "self_test": Part(35, "gpu.py self_test"),
     "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),
     "step": Part(60, "gpu.py step"),
+    "kernels": Part(45, "gpu_kernels.py kernels"),
     "transformers": Part(60, "gpu.py transformers", ("transformers",)),
-    "trl_sdpa": Part(135, "gpu.py trl_step sdpa", TRL),
+    "minimal_grpo": Part(90, "gpu_minimal.py minimal grpo"),
     "lora": Part(60, "gpu.py lora"),
     "nf4": Part(70, "gpu.py nf4"),
     "decode": Part(45, "gpu.py decode"),
     "default_run": Part(45, "gpu.py train"),
+    "trl_sdpa": Part(130, "gpu.py trl_step sdpa", TRL),
+    "minimal_dpo": Part(50, "gpu_minimal.py minimal dpo"),
+    "products": Part(25, "gpu_kernels.py products"),
+    "profile": Part(45, "gpu_kernels.py profile"),
     "trl_flash": Part(110, "gpu.py trl_step flash_attention_2", (*TRL, "flash_attn")),
     "vllm_tests": Part(300, "gpu.py vllm_tests", ("vllm", "pytest", "xdist")),
     "vllm_run": Part(120, "gpu.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
@@ -58,7 +64,7 @@ def main() -> int:
     """Run the unfinished parts, and write their numbers; return how many parts failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
-    parser.add_argument("--minutes", type=float, default=12, help="begin no part that may end later")
+    parser.add_argument("--minutes", type=float, default=7, help="begin no part that may end later")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="run these parts")
     options = parser.parse_args()

@@ -1,26 +1,65 @@
 """Check benchmarks/first_gpu_hour.py, a script of GPU measurements, on a machine without a GPU."""
 
 import importlib
+import json
 import sys
 from importlib.util import find_spec
 
 import pytest
 
 from tests.helpers.links import ROOT
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 from tests.helpers.runs import read_lines
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import common
 import first_gpu_hour
+import gpu_kernels
+import gpu_minimal
 from first_gpu_hour import PARTS
 
 
-def test_parts_exist_and_the_important_ones_fit_twelve_minutes():
-    important = list(PARTS)[: list(PARTS).index("default_run") + 1]
-    assert sum(PARTS[name].seconds for name in important) <= 12 * 60
-    assert {"self_test", "tests", "step", "transformers", "trl_sdpa", "lora", "nf4", "decode"} <= {*important}
+def test_parts_exist_and_fit_two_calls_of_seven_minutes():
+    names = list(PARTS)
+    first, second = names.index("lora") + 1, names.index("profile") + 1
+    for call in (names[:first], names[first:second]):
+        assert sum(PARTS[name].seconds for name in call) < 7 * 60
+    assert {"self_test", "tests", "step", "kernels", "transformers", "minimal_grpo"} <= {*names[:first]}
     for part in PARTS.values():
         script, function, *_ = part.command.split()
         assert getattr(importlib.import_module(script.removesuffix(".py")), function).is_part
+
+
+@pytest.mark.parametrize("part", ["kernels", "products"])
+def test_parts_run_on_a_simulated_gpu(part, monkeypatch, capsys):
+    for module in (common, gpu_kernels):
+        monkeypatch.setattr(module, "CARD", CUDA)
+    for name, value in (("CALLS", 2), ("REPEATS", 1)):
+        monkeypatch.setattr(gpu_kernels, name, value)
+    gpu_kernels.card_speeds.cache_clear()
+    monkeypatch.setattr(gpu_kernels, "card_speeds", lambda: (1e10, 1e11))
+    with PretendCuda():
+        getattr(gpu_kernels, part)(toy=True)
+    numbers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(numbers) > 5
+    assert all(number["value"] > 0 for number in numbers if "skipped" not in number and number["unit"] != "GB")
+
+
+@pytest.mark.parametrize("stage", ["grpo", "dpo"])
+def test_minimal_py_runs_on_a_simulated_gpu(stage, monkeypatch, capsys):
+    minimal = gpu_minimal.one_file
+    load_file = minimal.load_file  # safetensors cannot use this GPU
+    monkeypatch.setattr(
+        minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load_file(file).items()}
+    )
+    for module in (common, gpu_minimal):
+        monkeypatch.setattr(module, "CARD", CUDA)
+    with PretendCuda():
+        gpu_minimal.minimal(True, stage)
+    lines = capsys.readouterr().out.splitlines()
+    names = [json.loads(line)["name"] for line in lines if line.startswith("{")]
+    assert {"load", "log-probabilities", "backward: peak memory", "AdamW"} <= {*names}
+    assert ("sample" in names) == (stage == "grpo")
 
 
 @pytest.mark.slow
