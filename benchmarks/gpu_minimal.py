@@ -33,8 +33,8 @@ def minimal(toy: bool, stage: str):
         folder = Path(name)
         model = write_model(folder, toy)
         write_row(folder, 56 if toy else 616)
-        words = [str(model), str(folder / "rows.jsonl"), "--steps=2", "--warmup=1", "--rows_per_step=1"]
-        words += [f"--output={folder / 'out'}", *([] if stage == "grpo" else [f"--{stage}"])]
+        words = [str(model), str(folder / "rows.jsonl"), "--max_steps=2", "--warmup_steps=1", "--prompts_per_step=1"]
+        words += [f"--output_dir={folder / 'out'}", *([] if stage == "grpo" else [f"--{stage}"])]
         words += ["--max_new_tokens=4"] if toy else []
         for label, (owner, function) in phases.items():
             stack.enter_context(mock.patch.object(owner, function, reported(getattr(owner, function), label)))
@@ -73,11 +73,11 @@ def write_model(folder: Path, toy: bool) -> Path:
     path.mkdir()
     small = json.loads((tiny / "config.json").read_text())
     config = read_config("3B") | {name: value for name, value in small.items() if name.endswith("_token_id")}
-    one_file.write(path / "config.json", config)
+    one_file.write_json(path / "config.json", config)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (path / name).write_bytes((tiny / name).read_bytes())
     images = json.loads((tiny / "preprocessor_config.json").read_text())
-    one_file.write(path / "preprocessor_config.json", images | {"patch_size": 14, "min_pixels": 3136})
+    one_file.write_json(path / "preprocessor_config.json", images | {"patch_size": 14, "min_pixels": 3136})
     weights = build(config_json.from_dict(config), torch.bfloat16).state_dict()
     weights = {name: x for name, x in weights.items() if name != "lm_head.weight"}  # tied
     one_file.save_file(weights, path / "model.safetensors", {"format": "pt"})

@@ -14,6 +14,7 @@ from tests.helpers.runs import read_lines
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
 import first_gpu_hour
+import gpu
 import gpu_kernels
 import gpu_minimal
 from first_gpu_hour import PARTS
@@ -60,6 +61,17 @@ def test_minimal_py_runs_on_a_simulated_gpu(stage, monkeypatch, capsys):
     names = [json.loads(line)["name"] for line in lines if line.startswith("{")]
     assert {"load", "log-probabilities", "backward: peak memory", "AdamW"} <= {*names}
     assert ("sample" in names) == (stage == "grpo")
+
+
+def test_minimal_py_loads_the_folder_that_a_gpu_trains(tmp_path, monkeypatch):
+    """The model has random weights of the real size on a GPU, and of a small size here."""
+    read_config = gpu.read_config
+    monkeypatch.setattr(gpu, "read_config", lambda size: read_config("toy") | {"tie_word_embeddings": True})
+    folder = gpu_minimal.write_model(tmp_path, toy=False)
+    gpu_minimal.write_row(tmp_path, 56)
+    model = gpu_minimal.one_file.load(folder)
+    assert model.lm_head.weight is model.model["embed_tokens"].weight
+    assert gpu_minimal.one_file.read_rows(tmp_path / "rows.jsonl", ["solution"])
 
 
 @pytest.mark.slow
