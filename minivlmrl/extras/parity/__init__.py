@@ -6,6 +6,7 @@ The known mistakes stand in names.py.
 |---|---|---|
 | a loss of your own | `laws(my_loss)` | `python -m minivlmrl parity --laws my_loss.py:my_loss` |
 | a loss that TRL has | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
+| a forward pass with packed or padded rows | `depends(logps, ids, document)` | |
 | a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
@@ -18,6 +19,7 @@ from minivlmrl.extras.parity.assertions import (
     assert_split_invariant,
     assert_step,
 )
+from minivlmrl.extras.parity.dependence import depends
 from minivlmrl.extras.parity.images import check_images
 from minivlmrl.extras.parity.loss import cases, check, judge
 
@@ -29,6 +31,7 @@ __all__ = [
     "cases",
     "check",
     "check_images",
+    "depends",
     "examine",
     "judge",
     "laws",

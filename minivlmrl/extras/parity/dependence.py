@@ -1,0 +1,199 @@
+"""Check which tokens and images move which log-probabilities in a trainer's forward pass."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Place = tuple[int, int]  # row and index of a token
+
+
+@dataclass
+class Faults:
+    """Sentences about a forward pass, with the number of places and the first place for each."""
+
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, says: str, where: str):
+        self.places.setdefault(says, []).append(where)
+
+    def sentences(self) -> list[str]:
+        return [f"{says} ({len(where)} times; first: {where[0]})" for says, where in self.places.items()]
+
+
+def depends(
+    logps: Callable[..., Tensor],
+    ids: Tensor,
+    document: Tensor,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    image_token_id: int | None = None,
+    vocabulary: int = 0,
+    tolerance: float = 1e-9,
+) -> list[str]:
+    """Change one token or image after the other, and name each log-probability that moves and should not.
+
+    A token may move only log-probabilities of its own document, from its own place on, and must move that of the next
+    token. An image may move only tokens of its document that stand after it, and must move one. The probabilities of
+    all values of a token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and answers
+    of a pair, masks that let a token see later tokens or padding, unshifted labels, and unused or exchanged images.
+
+    The check needs a forward pass for each token, and one for each entry of the vocabulary, so take a tiny model.
+
+    Args:
+        logps: function (ids) -> (B, K), log-probabilities of each row's last K tokens, in nats, as your trainer
+            computes them; with images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
+        ids: (B, T), token ids.
+        document: (B, T), the number of the text to which a token belongs: a prompt with its answer, or one of several
+            texts in a packed row; 0 is padding.
+        pixel_values: (P, D), patches of all images, one image after the other.
+        image_grid_thw: (N, 3), the grid of each image.
+        image_token_id: id of the placeholders of images, which are not changed.
+        vocabulary: number of token ids; 0 means the largest id plus 1.
+        tolerance: largest change that counts as rounding, in nats. float64 has 1e-9, float32 about 1e-4.
+
+    Returns:
+        A sentence for each fault, with its first place; an empty list if there are none.
+
+    Raises:
+        ValueError: the shapes of ids, document and log-probabilities do not fit.
+    """
+    if ids.dim() != 2 or ids.shape != document.shape:
+        raise ValueError(
+            f"ids have the shape {tuple(ids.shape)} and document {tuple(document.shape)}; both must be (B, T)"
+        )
+    pictures = () if pixel_values is None else (pixel_values, image_grid_thw)
+    forward = Forward(logps, ids, pictures, tolerance)
+    values = [value for value in range(vocabulary or int(ids.max()) + 1) if value != image_token_id]
+    is_picture = ids == (-1 if image_token_id is None else image_token_id)
+    faults = Faults()
+    for row, token in forward.not_finite():
+        if is_scored(document, row, token):
+            faults.add("a log-probability is not finite", f"token {token} of row {row}")
+    if faults.places:
+        return faults.sentences()
+    for row, token in (~is_picture).nonzero().tolist():
+        judge_token(forward, faults, document, (row, token), values)
+    if pictures:
+        for image, place in enumerate(placeholders(is_picture)):
+            judge_image(forward, faults, document, image, place)
+    judge_probabilities(forward, faults, document, is_picture, values)
+    return faults.sentences()
+
+
+class Forward:
+    """A trainer's log-probabilities as a function of changed token ids and images."""
+
+    def __init__(self, logps: Callable[..., Tensor], ids: Tensor, pictures: tuple, tolerance: float):
+        self.logps = logps
+        self.ids = ids
+        self.pictures = pictures
+        self.tolerance = tolerance
+        self.usual = self(ids, *pictures)
+        B, T = ids.shape
+        if self.usual.dim() != 2 or len(self.usual) != B or not 0 < self.usual.shape[1] <= T:
+            raise ValueError(
+                f"logps returned the shape {tuple(self.usual.shape)} for ids of shape {(B, T)}, but it must return "
+                f"(B, K), with K at most {T}"
+            )
+        self.first = T - self.usual.shape[1]  # index of the token to which the first log-probability belongs
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.logps(*inputs)
+
+    def not_finite(self) -> list[Place]:
+        return [(row, self.first + column) for row, column in (~self.usual.isfinite()).nonzero().tolist()]
+
+    def moved(self, *inputs: Tensor) -> list[Place]:
+        """Return the tokens whose log-probabilities change with these inputs."""
+        change = (self(*inputs) - self.usual).abs()
+        is_moved = ~(change <= self.tolerance)  # NaN counts as moved
+        return [(row, self.first + column) for row, column in is_moved.nonzero().tolist()]
+
+
+def is_scored(document: Tensor, row: int, token: int) -> bool:
+    """Return whether a token's log-probability is trained: the first token of a document and padding are not."""
+    number = document[row, token]
+    return bool(number and token and document[row, token - 1] == number)
+
+
+def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
+    """Change a token, and add the faults that this reveals."""
+    row, token = place
+    number = int(document[place])
+    ids = forward.ids.clone()
+    ids[place] = next(value for value in values if value != ids[place])
+    moved = [other for other in forward.moved(ids, *forward.pictures) if is_scored(document, *other)]
+    for other in moved:
+        other_number = int(document[other])
+        where = f"token {token} of row {row} moves token {other[1]} of row {other[0]}"
+        if not number:
+            faults.add("padding moves a log-probability", where)
+        elif other[0] != row:
+            faults.add("a row depends on another row", where)
+        elif other_number != number:
+            faults.add(f"document {other_number} depends on document {number} in the same row", where)
+        elif other[1] < token:
+            faults.add("a token depends on a later token", where)
+    following = (row, token + 1)
+    is_inside = token + 1 < ids.shape[1] and following[1] >= forward.first
+    if number and is_inside and document[following] == number and following not in moved:
+        faults.add("a token does not move the log-probability of the next token", f"token {token} of row {row}")
+
+
+def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
+    """Return each image's row and the indices of its first and last placeholder, in the order of rows."""
+    edges = pad(is_picture.int(), (1, 1)).diff(dim=1)
+    firsts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
+    return [(row, first, end - 1) for (row, first), (_, end) in zip(firsts, ends, strict=True)]
+
+
+def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
+    """Negate the pixels of an image, and add the faults that this reveals."""
+    row, first, last = place
+    pixel_values, grids = forward.pictures
+    parts = list(pixel_values.split(grids.prod(1).tolist()))
+    parts[image] = -parts[image]
+    moved = [other for other in forward.moved(forward.ids, torch.cat(parts), grids) if is_scored(document, *other)]
+    acts = False
+    for other_row, token in moved:
+        where = f"image {image}, in row {row}, moves token {token} of row {other_row}"
+        if other_row != row or document[other_row, token] != document[row, first]:
+            faults.add("an image moves another row or document", where)
+        elif token <= first:
+            faults.add("an image moves a token before it", where)
+        elif token > last:
+            acts = True
+    if not acts:
+        faults.add("an image moves no later token of its document", f"image {image}, in row {row}")
+
+
+def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
+    """Add up the probabilities of all values of a token, at the last place of each row where this is possible."""
+    # The placeholder of images is not tried, because each placeholder needs pixels. It may have some probability.
+    missing = 0.5 if forward.pictures else 0.0
+    places = list(last_scored(forward, document, is_picture))
+    totals = [0.0] * len(places)
+    for value in values:
+        ids = forward.ids.clone()
+        for place in places:
+            ids[place] = value
+        logps = forward(ids, *forward.pictures)
+        for i, (row, token) in enumerate(places):
+            totals[i] += logps[row, token - forward.first].exp().item()
+    for (row, token), total in zip(places, totals, strict=True):
+        rounding = max(1e-6, len(values) * forward.tolerance)
+        if not 1 - missing - rounding <= total <= 1 + rounding:
+            says = "the probabilities of all values of a token do not add up to 1, so the prediction sees the token"
+            faults.add(says, f"token {token} of row {row}, {total:.2f}")
+
+
+def last_scored(forward: Forward, document: Tensor, is_picture: Tensor) -> Iterator[Place]:
+    for row in range(len(document)):
+        for token in range(document.shape[1] - 1, forward.first - 1, -1):
+            if is_scored(document, row, token) and not is_picture[row, token]:
+                yield row, token
+                break

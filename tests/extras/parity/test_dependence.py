@@ -1,0 +1,197 @@
+"""Test that `depends` finds tokens and images that move other log-probabilities than they should."""
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from minivlmrl.data.rows import Prompt
+from minivlmrl.extras.parity.dependence import depends
+from tests.extras.parity.test_images import logps_of, trainer
+from tests.helpers import tiny
+
+VOCABULARY = 23
+# two texts in each row; the second row ends with padding
+PACKED = torch.tensor([[1] * 5 + [2] * 4, [1] * 3 + [2] * 4 + [0] * 2])
+PADDED_LEFT = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])
+PADDED_RIGHT = PADDED_LEFT.flip(1)
+
+
+def text_model(attention="sdpa"):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False, attn_implementation=attention, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Qwen2ForCausalLM(config).double().eval()
+
+
+def ids_like(document):
+    return torch.randint(0, VOCABULARY, document.shape, generator=torch.Generator().manual_seed(1))
+
+
+def block_mask(document, causal=True):
+    """Return a mask (B, 1, T, T) that is large and negative where a token must not see another one."""
+    sees = document[:, None, :, None] == document[:, None, None, :]
+    if causal:
+        sees = sees & torch.ones(document.shape[1], document.shape[1]).tril().bool()
+    return torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -1e30)
+
+
+def positions_in(document):
+    """Count the tokens of each text from 0, for documents whose texts follow each other."""
+    starts = pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    index = torch.arange(document.shape[1]).expand_as(document)
+    return index - index.where(starts, 0).cummax(1).values
+
+
+def score(model, ids, **inputs):
+    return logps_of(model(input_ids=ids, use_cache=False, **inputs).logits, ids)
+
+
+def packed(model, document=PACKED, **changes):
+    inputs = {"attention_mask": block_mask(document), "position_ids": positions_in(document)} | changes
+    return lambda ids: score(model, ids, **inputs)
+
+
+def padded(model, document):
+    mask = (document > 0).long()
+    return lambda ids: score(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+
+
+def one_document(document):
+    return (document > 0).long()
+
+
+def healthy_forwards():
+    """Yield (name, document, function that makes the forward pass)."""
+    for name in ("eager", "sdpa"):
+        yield f"{name}, packed", PACKED, lambda name=name: packed(text_model(name))
+        yield f"{name}, padded on the right", PADDED_RIGHT, lambda name=name: padded(text_model(name), PADDED_RIGHT)
+    yield "sdpa, padded on the left", PADDED_LEFT, lambda: padded(text_model(), PADDED_LEFT)
+    yield "packed by positions", PACKED[:1], by_positions
+
+
+def by_positions():
+    """Pack without a mask: transformers finds the texts by their positions."""
+    model = text_model()
+    return lambda ids: score(model, ids, position_ids=positions_in(PACKED[:1]))
+
+
+@pytest.mark.parametrize(("document", "make"), [
+    pytest.param(document, make, id=name) for name, document, make in healthy_forwards()
+])  # fmt: skip
+def test_healthy_forwards_have_no_fault(document, make):
+    assert depends(make(), ids_like(document), document, vocabulary=VOCABULARY) == []
+
+
+def test_padding_on_the_left_of_eager_attention():
+    """In float64, eager attention of transformers is NaN at padding, and then everywhere in the row."""
+    [says] = depends(padded(text_model("eager"), PADDED_LEFT), ids_like(PADDED_LEFT), PADDED_LEFT)
+    assert says == "a log-probability is not finite (4 times; first: token 3 of row 1)"
+    single = padded(text_model("eager").float(), PADDED_LEFT)
+    assert depends(single, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=VOCABULARY, tolerance=1e-4) == []
+
+
+def unshifted(model):
+    return lambda ids: model(input_ids=ids).logits[:, 1:].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def shifted_twice(model):
+    return lambda ids: pad(
+        model(input_ids=ids).logits[:, :-2].log_softmax(-1).gather(2, ids[:, 2:, None])[..., 0], (1, 0)
+    )
+
+
+def with_temperature(model):
+    return lambda ids: (model(input_ids=ids).logits[:, :-1].gather(2, ids[:, 1:, None])[..., 0]) / 3
+
+
+# {fault: (document, forward of a model, beginning of a sentence)}
+FAULTS = {
+    "packed without a mask": (
+        PACKED[:1], lambda model: lambda ids: score(model, ids, position_ids=torch.arange(9)[None]),
+        "document 2 depends on document 1",
+    ),
+    "a causal mask that sees the padding": (
+        PADDED_LEFT, lambda model: lambda ids: score(model, ids), "padding moves a log-probability",
+    ),
+    "no causal mask": (
+        PACKED, lambda model: packed(model, attention_mask=block_mask(PACKED, causal=False)),
+        "a token depends on a later token",
+    ),
+    "rows in another order": (
+        one_document(PACKED), lambda model: lambda ids: padded(model, PACKED)(ids).roll(1, 0),
+        "a row depends on another row",
+    ),
+    "labels that are not shifted": (
+        one_document(PACKED[:1]), unshifted, "the probabilities of all values of a token do not add up to 1",
+    ),
+    "labels that are shifted twice": (
+        one_document(PACKED[:1]), shifted_twice, "a token does not move the log-probability of the next token",
+    ),
+    "logits instead of log-probabilities": (
+        one_document(PACKED[:1]), with_temperature, "the probabilities of all values of a token do not add up to 1",
+    ),
+    "a mask of the other row": (
+        PADDED_LEFT, lambda model: padded(model, PADDED_LEFT.flip(0)), "padding moves a log-probability",
+    ),
+    "an average over rows": (
+        one_document(PACKED[:1]).repeat(2, 1),
+        lambda model: lambda ids: score(model, ids) + 0.1 * score(model, ids).mean(0), "a row depends on another row",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_named(fault):
+    document, forward, says = FAULTS[fault]
+    sentences = depends(forward(text_model()), ids_like(document), document, vocabulary=VOCABULARY)
+    assert any(sentence.startswith(says) for sentence in sentences), sentences
+
+
+def test_images_must_move_the_later_tokens_of_their_row(tmp_path, oracle):
+    theirs, ours = oracle.saved_pair(tmp_path, "qwen2_5_vl")
+    prompts = [tiny.prompt(torch.Generator().manual_seed(seed), [(1, 4, 6)]) for seed in (0, 1)]
+    ids = torch.stack([prompt.input_ids for prompt in prompts])
+    pictures = [torch.cat([getattr(x, name) for x in prompts]) for name in ("pixel_values", "image_grid_thw")]
+
+    def our_logps(ids, pixels, grids):
+        parts = zip(ids, pixels.chunk(len(ids)), grids.chunk(len(ids)), strict=True)
+        rows = [Prompt(*part, torch.ones(len(part[2]))) for part in parts]
+        return logps_of(torch.stack(oracle.our_logits(ours, rows)), ids)
+
+    def sentences(logps):
+        return " ".join(depends(logps, ids, torch.ones_like(ids), *pictures, tiny.IMAGE, int(ids.max()) + 1, 1e-4))
+
+    assert sentences(our_logps) == sentences(trainer(theirs)) == ""
+    exchanged = sentences(trainer(theirs, change=lambda images, rows: images[::-1]))
+    assert "an image moves another row or document" in exchanged and "an image moves no later token" in exchanged
+    blind = sentences(trainer(theirs, change=lambda images, rows: [0 * image for image in images]))
+    assert blind.startswith("an image moves no later token of its document (2 times; first: image 0, in row 0)")
+
+
+def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
+    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    from tests.extras.parity import trl_fixtures
+
+    grpo_trainer = trl_fixtures.grpo(trl_fixtures.write_model(tmp_path), tmp_path / "out")
+    mask = (PADDED_LEFT > 0).long()
+
+    def logps(ids, mask=mask):
+        return grpo_trainer._get_per_token_logps_and_entropies(grpo_trainer.model, ids, mask, 4)[0]
+
+    def without_padding(ids):
+        return logps(ids, torch.ones_like(ids))
+
+    size = grpo_trainer.model.config.text_config.vocab_size
+    assert depends(logps, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4) == []
+    [says] = depends(without_padding, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4)
+    assert says.startswith("padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3 of row 1)")
+
+
+def test_depends_refuses_wrong_shapes():
+    with pytest.raises(ValueError, match=r"ids have the shape \(3,\) and document \(3,\); both must be \(B, T\)"):
+        depends(None, torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"logps returned the shape \(2, 9\) for ids of shape \(2, 3\)"):
+        depends(lambda ids: torch.ones(2, 9), torch.ones(2, 3).long(), torch.ones(2, 3))
