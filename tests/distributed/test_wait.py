@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -180,56 +181,84 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
 
 
-HANGS = {  # what hangs in step 3: owner, function, number of its call, rank, what the other rank says
-    "a tracker": (MetricsLog, "track", 3, 0, "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers"),
-    "reading an image": (Batches, "wait_for", 3, 1, "rank 0 has waited 0.5 s for rank 1 to read images"),
-}
+def in_call(owner, name, number, work):
+    """Call the function `work` before the call `number` (from 1) of a function."""
+    original, calls = getattr(owner, name), []
+
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            work()
+        return original(*arguments, **options)
+
+    setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_a_rank_that_hangs_ends_the_job_with_a_state(home, lively, tmp_path, monkeypatch, capfd, name):
-    owner, function, number, rank, sentence = HANGS[name]
-    limit = 8  # seconds
-    monkeypatch.setattr(process_group, "NOTICE", 0.5)
-    monkeypatch.setattr(process_group, "LAST_ERRORS", 0.5)
-    options = ["--stages=[sft]", "--sft.max_steps=4", "--data.eval_rows=0", f"--max_wait_hours={limit / 3600}"]
+def hang():
+    time.sleep(600)
 
-    def begin(me):
-        if me == rank:
-            hang_in_call(owner, function, number)
-        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", *options])
 
-    assert fork_processes(2, begin) == [1, 1]
-    said = capfd.readouterr().err
-    assert sentence in said
-    assert "saved after step" in said and "continue with --resume=auto" in said
-    assert "in hang" in said  # the traceback of the rank that hangs
+def train(home, tmp_path, *options):
+    fixed = ["--stages=[sft]", "--sft.max_steps=4", "--data.eval_rows=0", f"--output_dir={tmp_path}/run"]
+    return train_recipe([str(home / "recipe.yaml"), *fixed, *options])
 
-    def resume(_):
-        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", "--resume=auto", *options[:-1]])
 
-    assert fork_processes(2, resume) == [0, 0]
+def check_resumed(home, tmp_path):
+    assert fork_processes(2, lambda _: train(home, tmp_path, "--resume=auto")) == [0, 0]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-def hang_in_call(owner, name, number):
-    """Make the call `number` (from 1) of a function hang."""
-    original, calls = getattr(owner, name), []
-
-    def hang(*arguments, **options):
-        calls.append(1)
-        if len(calls) == number:
-            time.sleep(600)
-        return original(*arguments, **options)
-
-    setattr(owner, name, hang)
+@pytest.fixture
+def early_notices(monkeypatch):
+    monkeypatch.setattr(process_group, "NOTICE", 0.5)
+    monkeypatch.setattr(process_group, "LAST_ERRORS", 0.5)
 
 
+def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, early_notices, capfd):
+    """In step 3, rank 1 hangs until rank 0 has ended, and rank 0 waits for a second."""
+    rank_0_runs, rank_0_ends = os.pipe()
+
+    def wait_for_the_end_of_rank_0():
+        os.read(rank_0_runs, 1)
+        os._exit(9)
+
+    def begin(rank):
+        if rank == 1:
+            in_call(Batches, "wait_for", 3, wait_for_the_end_of_rank_0)
+        else:
+            in_call(Batches, "wait_for", 3, lambda: setattr(process_group, "longest_wait", lambda _: timedelta(0, 1)))
+        try:
+            return train(home, tmp_path)
+        finally:
+            os.write(rank_0_ends, b".")
+
+    assert fork_processes(2, begin) == [1, 9]
+    said = capfd.readouterr().err
+    assert "rank 0 has waited 0.5 s for rank 1 to read images" in said
+    assert "saved after step 2 in" in said and "continue with --resume=auto" in said
+    check_resumed(home, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_tracker(home, lively, tmp_path, early_notices, capfd):
+    def begin(rank):
+        if rank == 0:
+            in_call(MetricsLog, "track", 3, hang)
+        return train(home, tmp_path, f"--max_wait_hours={30 / 3600}")
+
+    assert fork_processes(2, begin) == [1, 1]
+    said = capfd.readouterr().err
+    assert "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers" in said
+    assert "saved after step 3 in" in said and "continue with --resume=auto" in said
+    assert "in hang" in said  # the traceback of rank 0
+    check_resumed(home, tmp_path)
+
+
+@pytest.mark.slow
 def test_a_single_process_that_hangs_ends_with_a_traceback(home, lively, tmp_path, capfd):
     def begin(_):
-        hang_in_call(MetricsLog, "track", 1)
-        options = ["--stages=[sft]", "--data.eval_rows=0", f"--max_wait_hours={10 / 3600}"]
-        return train_recipe([str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", *options])
+        in_call(MetricsLog, "track", 1, hang)
+        return train(home, tmp_path, f"--max_wait_hours={30 / 3600}")
 
     assert fork_processes(1, begin) == [1]
     assert "in hang" in capfd.readouterr().err
