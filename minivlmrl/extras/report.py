@@ -10,6 +10,7 @@ import argparse
 import base64
 import math
 import re
+import sys
 from pathlib import Path
 from time import monotonic as clock
 
@@ -61,14 +62,21 @@ class ReportPage(Callback):
 
     def on_run_end(self):
         if self.is_main:
-            write_page([self.folder], self.folder / PAGE)
+            self.write()
 
     def refresh(self):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
-            write_page([self.folder], self.folder / PAGE, self.seconds)
+            self.write(self.seconds)
             # updates of report.html take at most 1 % of the run's time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
+
+    def write(self, seconds: float = 0):
+        """Write the page; a page that cannot be written, for example on a full disk, does not end the run."""
+        try:
+            write_page([self.folder], self.folder / PAGE, seconds)
+        except Exception as error:
+            print(f"{self.folder / PAGE} was not written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):

@@ -1,9 +1,24 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
-The training loop calls each callback's methods on all ranks, at the moment that the method's name describes. The
-default callbacks watch a run, but do not change its numbers: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. They are extras, so a copy without extras/ has none. To
-add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+The training loop calls each callback's methods on all ranks, in this order:
+
+recipe        on_recipe       before the ranks connect
+ranks         on_setup        before rows and weights are loaded
+rows          on_rows         before the weights are loaded
+weights       on_model        before the output folder is written
+output        on_run_begin    after config.yaml and the log files were created
+stage         on_stage_begin  after the weights of a checkpoint were restored
+step          on_step_begin   after sampling, before the update of the weights
+              after_step      directly after the update, before a checkpoint can contain it
+              on_step_end     after the step was logged
+evaluation    on_evaluation   before the first stage, between steps, and after each stage
+checkpoint    state_dict      before a checkpoint is saved
+error         on_error        before a checkpoint of the steps before the error is saved
+end           on_run_end      even after an error or a signal
+
+The default callbacks watch a run, but do not change its numbers: they check recipe, rows and memory, write report.html,
+and warn if training does not learn or the loss ignores an input. They are extras, so a copy without extras/ has none.
+To add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 from torch.optim import Optimizer
@@ -55,6 +70,15 @@ class Callback:
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         """Run code in an optimizer step, after sampling the completions and before updating the weights."""
 
+    def after_step(self, trainer: Trainer, number: int):
+        """Change what moves with the steps, for example a reference model that follows the policy.
+
+        The change counts as a part of the update: a checkpoint has both or neither, so a resumed run is exact.
+
+        Args:
+            number: index of the step in its stage, from 0.
+        """
+
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         """Run code after an optimizer step, whose metrics are in `values`."""
 
@@ -62,7 +86,7 @@ class Callback:
         """Run code after an evaluation, whose metrics have been added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Run code at the end of a run, also after an error or a signal."""
+        """Run code at the end of a run, even after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
         """Return texts to save in a checkpoint, {name: text}; a resumed run finds them in TrainerState.logs."""

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.loading import flat
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
@@ -46,17 +46,17 @@ UPDATE = "optimizer"  # the phase in which an error leaves some weights updated 
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows a batch has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# keys under which run.json stores hashes: of an adapter's base weights, of the data file and of each file of code
+# keys under which run.json stores hashes: of an adapter's base weights, of each file of rows and of each file of code
 BASE = "weights below the adapter"
-ROWS = "rows of data.train_file"
+ROWS = "rows of "
 CODE = "code in "
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return the options that a checkpoint saves and a resumed run compares, such as {"grpo.beta": 0.04}.
 
-    A checkpoint also saves hashes of the data file, of files with code and of an adapter's base weights, and the number
-    of threads.
+    A checkpoint also saves hashes of the data files, of files with code and of an adapter's base weights, and the
+    number of threads.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -68,12 +68,20 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
         if model.path:
             files = weight_files(find_folder(model.path))
         values[BASE] = digest(sampled_blocks(files))
-    if config.data.train_file:
-        values[ROWS] = _checksum(Path(config.data.train_file))
+    for option, file in row_files(config.data).items():
+        values[f"{ROWS}{option}"] = _checksum(Path(file))
     for file in map(Path, sorted(code_files())):
         is_below = file.is_relative_to(Path.cwd())
         values[f"{CODE}{file.relative_to(Path.cwd()) if is_below else file}"] = digest([file])
     return parse_json(json_text(values))
+
+
+def row_files(data: DataOptions) -> dict[str, str]:
+    """Return the files with rows that a recipe names, {option: file}."""
+    files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
+    files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
+    files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
+    return {option: file for option, file in files.items() if file}
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -98,19 +106,27 @@ def state_folders(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
+def remove_state(folder: Path):
+    """Delete a checkpoint, or only the link if the folder is a symbolic link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 def check_resume(config: RunConfig) -> list[Path]:
     """Return the checkpoints in output_dir, the oldest first; raise ValueError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
     if resume is not None and not is_allowed:
-        state = Path(resume).resolve()
+        state = Path(resume)
         if not state.is_dir() or (state / "states").is_dir():
             raise ValueError(
                 f"resume: {resume} is not the folder of a checkpoint; "
                 "use auto, never, or a folder such as RUN/states/000120"
             )
-        is_allowed = state.parent == folder.resolve()
+        is_allowed = state.absolute().parent.resolve() == folder.resolve()
     states = state_folders(folder)
     if states and not is_allowed:
         raise ValueError(
@@ -247,9 +263,9 @@ class CheckpointManager:
         for name in sorted(progress.recipe.keys() | recipe.keys()):
             old_value = progress.recipe.get(name)
             new_value = recipe.get(name)
-            is_code = name.startswith(CODE)
-            # The recipe has another option if it names a file of code that it did not name before.
-            if old_value == new_value or (is_code and None in (old_value, new_value)):
+            is_hash = name.startswith((CODE, ROWS))
+            # The recipe has another option if it names a file that it did not name before.
+            if old_value == new_value or (is_hash and None in (old_value, new_value)):
                 continue
             if name in (BASE, "adapter.quantize"):
                 raise ValueError(
@@ -257,9 +273,9 @@ class CheckpointManager:
                     "was saved; restore the earlier weights (model.path) and adapter.quantize"
                 )
             change = f"{name} was {old_value!r:.80} and is now {new_value!r:.80}"
-            if is_code or name == ROWS:  # the values are hashes
+            if is_hash:
                 change = f"changed since {self.resumed} was saved: {name}"
-            is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
+            is_about_rows = re.match(rf"({ROWS})?data\.(?!eval_)", name)
             if name in draw_sizes or (same_rows and is_about_rows):
                 raise ValueError(
                     f"resume: {change}, so rows would be skipped or repeated; restore the earlier "
@@ -309,6 +325,11 @@ class CheckpointManager:
             if progress is not None:
                 self.resumed = folder
                 break
+        if progress is not None and self.resumed in folders and int(self.resumed.name) != progress.steps:
+            raise ValueError(
+                f"resume: the checkpoint {self.resumed} was saved after {progress.steps} steps, but it has another "
+                f"name; rename the folder to {progress.steps:06d}"
+            )
         if candidates and progress is None:
             raise ValueError(
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
@@ -320,11 +341,15 @@ class CheckpointManager:
         if self.world.is_main:
             for folder in folders:
                 if progress is None or int(folder.name) > progress.steps:
-                    shutil.rmtree(folder)
+                    remove_state(folder)
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None."""
+        """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None.
+
+        Raises:
+            ValueError: the checkpoint cannot be read at the moment, for example because a network drive fails.
+        """
 
         def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
@@ -338,6 +363,11 @@ class CheckpointManager:
         try:
             return self.world.run_on_all_ranks(check, "read the checkpoints")
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise ValueError(
+                    f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
+                    "checkpoint with --resume=FOLDER, which deletes this one"
+                ) from error
             if self.world.is_main:
                 print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
             return None
@@ -365,7 +395,7 @@ class CheckpointManager:
             draft.rename(folder)
             flush_file(self.folder)
             for old in state_folders(self.folder)[:-NUM_KEPT_STATES]:
-                shutil.rmtree(old)
+                remove_state(old)
 
         try:
             with phase("save"):

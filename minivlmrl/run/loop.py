@@ -11,13 +11,10 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
-from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import phase
-from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
@@ -44,6 +41,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     if callbacks is None:
         callbacks = default_callbacks(config)
     trainers = find_trainers(config)
+    check_outputs(config, trainers)
     for callback in callbacks:
         callback.on_recipe(config, trainers)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
@@ -56,9 +54,15 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 def train_stages(
     config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
 ):
+    """Load and check everything, and train the stages of a recipe, from the first step or from a checkpoint."""
     world = signals.world
     with watched(callbacks):
-        model, processor, datasets = set_up(config, trainers, world, callbacks)
+        for callback in callbacks:
+            callback.on_setup(config, world)
+        with phase("load"):
+            model, processor, datasets = prepare(config, trainers, world, callbacks)
+        # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
+        check_output_dir(config)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
     if world.is_main:  # only now, because a run that fails before writes no files
@@ -102,19 +106,6 @@ def watched(callbacks: Sequence[Callback]) -> Iterator[None]:
         raise
 
 
-def set_up(
-    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
-) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    check_outputs(config, trainers)
-    for callback in callbacks:
-        callback.on_setup(config, world)
-    with phase("load"):
-        model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
-    check_output_dir(config)
-    return model, processor, datasets
-
-
 def train_stage(
     trainer: Trainer,
     rows: Dataset,
@@ -145,6 +136,9 @@ def train_stage(
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
+            with phase(UPDATE):  # what moves with the steps is a part of the update
+                for callback in callbacks:
+                    callback.after_step(trainer, number)
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
@@ -207,9 +201,10 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
         world.stop_if_preempted()
         begin_micro_batch(trainer.trained, is_last=index + 1 == len(batches))
         with trainer.dropout(number, index):
-            with trainer.phase("forward"):
+            rows = [prompt.row for prompt in batch.group.prompts if prompt.row is not None]
+            with trainer.phase("forward", rows):
                 loss, metrics = trainer.training_loss(batch)
-            with trainer.phase("backward"):
+            with trainer.phase("backward", rows):
                 if has_gradient(batch) or loss.requires_grad:  # sharded ranks may share another rank's images
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}

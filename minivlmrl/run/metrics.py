@@ -65,6 +65,19 @@ class MetricsLog(ExitStack):
         for name in dict.fromkeys(config.report_to):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
+    def __exit__(self, kind, error, traceback) -> bool | None:
+        """Close callbacks, trackers and files. An error in closing does not replace an earlier error of the run."""
+        try:
+            return super().__exit__(kind, error, traceback)
+        except (Exception, SystemExit) as failure:
+            if error is None:
+                raise
+            while failure is not None and failure is not error:
+                text = f"after the error that ended the run, closing failed: {type(failure).__name__}: {failure}"
+                print(text, file=sys.stderr, flush=True)
+                failure = failure.__context__
+            return False
+
     def write(self, name: str, line: dict):
         self.files[name].write(f"{json_text(line)}\n".encode())
         self.files[name].flush()

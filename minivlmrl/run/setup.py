@@ -1,4 +1,13 @@
-"""Build the model, the processor and the datasets of a run, and check them before the first step."""
+"""Build the model, the processor and the datasets of a run, and check them before the first step.
+
+A run starts in this order, from checks that take no time to work that takes minutes:
+
+recipe         config/loading.py     on_recipe: options that exclude each other
+ranks          run_training          on_setup: device, disk
+rows           prepare               on_rows: rewards and solutions of the rows
+weights        prepare               on_model: notes about rows and model
+output folder  train_stages          earlier results, the checkpoint to resume from
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -43,24 +52,29 @@ def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Check the recipe and its rows, and build the model, the processor and the datasets."""
+    # options
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)  # reports a missing package before the weights are loaded
-    needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
+
+    # rows, and the processor that turns them into tokens
+    needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
     reads = columns_read(config, trainers)
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
     processor = build_processor(config, datasets)
     datasets, row_texts = fit_rows(config, datasets, processor, world)
+    limit_epochs(config, datasets)
     for callback in callbacks:
         callback.on_rows(config, datasets, processor, world)
+
+    # weights
     model = build_weights(config, world, processor)
     for callback in callbacks:
         callback.on_model(config, datasets, model, processor, world, row_texts)
-    limit_epochs(config, datasets)
     world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")
     return model, processor, datasets
 

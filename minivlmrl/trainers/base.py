@@ -143,7 +143,6 @@ class Trainer:
     trains_policy = True  # False if the stage trains a separate model, but not the policy
     steps_per_rollout = 1  # optimizer steps in one pass over the prompts of a rollout
     trained: nn.Module  # module whose parameters the optimizer updates
-    rows: Sequence[Row] = ()  # rows of the current optimizer step, for an error message if memory runs out
 
     def __init__(
         self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -184,10 +183,10 @@ class Trainer:
         """Compute the loss and the metrics of a micro-batch."""
         raise NotImplementedError
 
-    def phase(self, name: str) -> phase:
-        """Measure the time of a phase, for example "sampling"; an out-of-memory message also names the phase."""
+    def phase(self, name: str, rows: Sequence[Row] = ()) -> phase:
+        """Measure the time of a phase, for example "sampling"; an error carries the phase and its rows."""
         self.timer.start(name)
-        return phase(name)
+        return phase(name, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute the weighted sum of the rewards of each sample: (samples,)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context
+from minivlmrl.errors import error_context, phase
 from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
@@ -48,9 +48,10 @@ class OfflineTrainer(Trainer):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            self.rows = rows
             parts = split(rows, self.config.micro_batch_size)
-            yield self.step([self.micro_batch(part) for part in parts])
+            with phase("preparation", rows):
+                step = self.step([self.micro_batch(part) for part in parts])
+            yield step
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         return next(self.steps(iter([rows]))).micro_batches

@@ -115,14 +115,11 @@ class RolloutTrainer(Trainer):
             size = len(rollout.groups) // self.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
             parts = [rollout.groups[start : start + size] for start in starts]
-            with self.phase("scoring"):
+            with self.phase("scoring", rows):
                 one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.config.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
-                trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # Ranks exchange groups, so this rank may train on another rank's rows.
-                self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
 
@@ -150,15 +147,14 @@ class RolloutTrainer(Trainer):
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
         """Sample a group of completions for each row, and compute their rewards."""
-        self.rows = rows
-        with self.phase("preparation"):
+        with self.phase("preparation", rows):
             prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
-        with self.phase("sampling"):
+        with self.phase("sampling", rows):
             completions = self.sampler(prompts, self.config.num_generations, keys)
         check_groups(completions, len(prompts), self.config.num_generations)
         self.sampler.verify_logps(rows, prompts, completions, self.run.rollout.max_logp_mismatch)
-        with self.phase("rewards"):
+        with self.phase("rewards", rows):
             rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         return Rollout.join(rows, prompts, completions, rewards, self.world.rank * len(rewards))
 

@@ -100,7 +100,7 @@ class OurRun(Callback):
 
     def on_step_begin(self, trainer, optimizer, step, number, batches):
         if step.rollout is None:
-            self.rows += [row.index for row in trainer.rows]
+            self.rows += [prompt.row.index for batch in step.micro_batches for prompt in batch.group.prompts]
         elif number % (PASSES * PARTS) == 0:
             self.rows += [group[0].row.index for group in step.rollout.groups]
             self.completions += [sample.completion for sample in step.rollout.samples]

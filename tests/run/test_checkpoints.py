@@ -18,6 +18,7 @@ import tqdm
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.commands.train import train_recipe
+from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor
@@ -29,8 +30,10 @@ from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import find_pieces
 from minivlmrl.run.lock import locked
+from minivlmrl.run.loop import run_training
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState
@@ -328,6 +331,42 @@ def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupt
     assert outcome(tmp_path) == uninterrupted(*options)
 
 
+class MovingReference(Callback):
+    """Move the reference half of the way to the policy after every second step."""
+
+    @torch.no_grad()
+    def after_step(self, trainer, number):
+        if number % 2:
+            pairs = zip(trainer.reference.model.parameters(), trainer.policy.parameters(), strict=True)
+            for theirs, ours in pairs:
+                theirs.lerp_(ours, 0.5)
+
+
+class Fail(Callback):
+    """Raise an error at the end of a step, before the callbacks that follow in the list have seen the step."""
+
+    def on_step_end(self, trainer, step, number, values):
+        if number == 1:
+            raise KeyError("my callback")
+
+
+def test_a_reference_that_moves_is_exact_after_a_resume(recipe, tmp_path):
+    def train(name, *callbacks, resume="never"):
+        config = load_config(
+            str(recipe), [f"--output_dir={tmp_path / name}", *SHORT, "--grpo.max_steps=4", f"--resume={resume}"]
+        )
+        assert run_training(config, [*callbacks, MovingReference()]) == 0
+
+    train("whole")
+    with pytest.raises(KeyError, match="my callback"):
+        train("stopped", Fail())
+    assert states(tmp_path / "stopped") == ["000002"]
+    train("stopped", resume="auto")
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+    kl = [line["kl"] for line in map(json.loads, (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())]
+    assert kl[0] == 0 and kl[2] < kl[1]  # the reference has moved towards the policy
+
+
 SHARDED = "--sharding.enabled=true"
 
 
@@ -438,6 +477,39 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     assert "states/000003 is damaged and is ignored" in said and sentence in said
     assert "resuming from" in said and "states/000002: 2 steps of grpo are done" in said
     assert states(copy) == ["000002"]
+
+
+def test_a_read_that_fails_once_deletes_no_checkpoint(recipe, finished, copy, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume_file, "_checksum", fail)
+        with pytest.raises(ValueError, match=r"000003 cannot be read \(.*error.*\)\. Try again, or continue from an"):
+            resume(recipe, copy, "--resume=auto")
+    assert states(copy) == ["000002", "000003"]
+    resume(recipe, copy, "--resume=auto")
+    assert outcome(copy) == outcome(finished)
+
+
+def test_a_renamed_checkpoint_is_not_deleted_by_its_resume(recipe, copy):
+    (copy / "states" / "000002").rename(copy / "states" / "000009")
+    for selected in ("auto", copy / "states" / "000009"):
+        with pytest.raises(
+            ValueError, match="000009 was saved after 2 steps, but it has another name; rename the folder"
+        ):
+            resume(recipe, copy, f"--resume={selected}")
+    assert states(copy) == ["000003", "000009"]
+
+
+def test_a_checkpoint_may_be_a_link(recipe, finished, copy, tmp_path):
+    """The link is deleted together with the checkpoints of the abandoned steps, but not its target."""
+    for name in ("000002", "000003"):
+        shutil.move(copy / "states" / name, tmp_path / name)
+        (copy / "states" / name).symlink_to(tmp_path / name)
+    resume(recipe, copy, f"--resume={copy / 'states' / '000002'}")
+    assert outcome(copy) == outcome(finished)
+    assert (tmp_path / "000003" / "run.json").is_file()
 
 
 @pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
@@ -565,6 +637,33 @@ def test_changed_code_is_reported(recipe, tmp_path, monkeypatch, capsys):
     code.write_text(code.read_text().replace("float(", "-float("))
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
     assert f"000003 was saved: code in {code}\n" in capsys.readouterr().out
+
+
+ROW = {"problem": "1 + 1?", "solution": "2"}
+FILES = {  # option that names a file of rows: what a resume says if the rows have changed
+    "data.train_file={}": "rows of data.train_file, so rows would be skipped or repeated",
+    "data.train=[{{file: {}}}]": r"rows of data.train\[0\].file, so rows would be skipped or repeated",
+    "data.files={{grpo: {}}}": "rows of data.files.grpo, so rows would be skipped or repeated",
+}
+
+
+@pytest.mark.parametrize("option", FILES)
+def test_changed_rows_are_refused(recipe, tmp_path, option, capsys, monkeypatch):
+    rows = [ROW | {"solution": str(number)} for number in range(8)]
+    for name in ("train", "eval"):
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    options = ["--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--checkpoint_steps=1"]
+    options.append(f"--data.eval_file={tmp_path / 'eval.jsonl'}")
+    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
+    options += [f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null"]
+    resume(recipe, tmp_path / "run", *options)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
+    write_lines(tmp_path / "eval.jsonl", rows[::-1])
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    assert "000003 was saved: rows of data.eval_file\n" in capsys.readouterr().out
+    write_lines(tmp_path / "train.jsonl", rows[::-1])
+    with pytest.raises(ValueError, match=FILES[option]):
+        resume(recipe, tmp_path / "run", *options, "--resume=auto")
 
 
 def test_a_run_that_stops_before_its_first_step_says_that_nothing_is_saved(recipe, tmp_path, monkeypatch, capsys):

@@ -143,9 +143,9 @@ def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_
     recorder = Mock(spec=Callback)
     recorder.state_dict.return_value = {"recorder": "text"}
     assert run_training(config, [recorder]) == 0
-    step = ["on_step_begin", "on_step_end", "on_evaluation"]
+    step = ["on_step_begin", "after_step", "on_step_end", "on_evaluation"]
     begin = ["on_recipe", "on_setup", "on_rows", "on_model", "on_run_begin", "on_evaluation", "on_stage_begin"]
-    assert [name for name, *_ in recorder.mock_calls] == [*begin, *step, *step[:2], "state_dict", step[2], "on_run_end"]
+    assert [name for name, *_ in recorder.mock_calls] == [*begin, *step, *step[:3], "state_dict", step[3], "on_run_end"]
     losses = [line["loss"] for line in metrics(tmp_path / "a")]
     assert [call.args[3]["loss"] for call in recorder.on_step_end.mock_calls] == losses
     assert [call.args for call in recorder.on_evaluation.mock_calls] == [("sft", done, 4) for done in range(3)]

@@ -57,9 +57,9 @@ def try_largest_batches(
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)
-            trainer.rows = largest_rows(question, trainer, rows, work.rows, work.prompts)
-            with phase("sampling"):
-                try_sampling(trainer.sampler, trainer.rows, work.num_generations)
+            largest = largest_rows(question, trainer, rows, work.rows, work.prompts)
+            with phase("sampling", largest):
+                try_sampling(trainer.sampler, largest, work.num_generations)
         if question.held_out and not has_tools:
             work = evaluation_batch(question)
             held_out = largest_rows(question, trainer, datasets["eval"], work.rows, work.prompts)
@@ -67,13 +67,12 @@ def try_largest_batches(
             sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, run.rollout.gather_weights)
             with phase("evaluation", held_out):
                 try_sampling(sampler, held_out, work.num_generations)
-        trainer.rows = largest_rows(question, trainer, rows, question.rows, question.micro_batch_prompts)
-        with phase("scoring"):
-            batches = trainer.trial_batches(trainer.rows) if trainer.rows else ()
+        largest = largest_rows(question, trainer, rows, question.rows, question.micro_batch_prompts)
+        with phase("scoring", largest):
+            batches = trainer.trial_batches(largest) if largest else ()
         if batches:
             run_micro_batches(trainer, [max(batches, key=num_tokens)], 0)
         del reserved
-    trainer.rows = ()
     optimizer.zero_grad()
 
 

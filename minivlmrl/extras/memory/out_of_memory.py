@@ -1,6 +1,7 @@
 """Turn an out-of-memory error into one sentence: the phase, the longest row and an option to change."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch.optim import Optimizer
 
@@ -14,9 +15,6 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
-
-# phases outside of optimizer steps
-OTHER_PHASES = "load", "save", "evaluation"
 
 
 class OutOfMemory(ValueError):
@@ -53,10 +51,8 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
     reason = shortened(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
     rows = getattr(error, "rows", ())
-    if trainer is not None:
-        if not rows and getattr(error, "phase", "load") not in OTHER_PHASES:
-            rows = trainer.rows
-        if rows:
+    if trainer is not None and rows:
+        with suppress(OSError, ValueError):  # the row itself may be the one that cannot be read
             parts.append(f"the longest row is {longest_row(trainer, rows)}")
     options = cures(situation.config, stage, phase, situation.gpus)
     cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
