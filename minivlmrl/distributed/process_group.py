@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from minivlmrl.distributed.device import find_device
 
@@ -39,7 +40,7 @@ class World:
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     max_wait: float | None = None  # seconds that `wait` waits for other ranks; None is no limit
-    store: dist.Store | None = None  # store in which ranks see whether another rank is late or has failed
+    store: Store | None = None  # store in which ranks see whether another rank is late or has failed
     # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
     ends_group: bool = True
 

@@ -11,13 +11,16 @@ import base64
 import math
 import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic as clock
+from typing import Annotated
 
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import error_context
+from minivlmrl.config.parsing import build
+from minivlmrl.errors import check_field, error_context
 from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
@@ -42,6 +45,44 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 500  # maximum number of points of a curve in one stage
 STEPS = 60  # number of steps whose completions are shown
 PROMPTS = 4  # number of prompts that are shown for a step
+
+
+Number = Annotated[float, "[-1e300, 1e300]"]
+
+
+@dataclass
+class TimingLine(LogLine):
+    """Fields of a line of timings.jsonl that the page shows."""
+
+    step_time: Number
+    tokens_per_second: Number
+    phases: dict[str, Number] = field(default_factory=dict)
+    allocated_memory_gib: Number | None = None
+    reserved_memory_gib: Number | None = None
+    free_memory_gib: Number | None = None
+
+
+@dataclass
+class WarningLine(LogLine):
+    warning: str
+
+
+@dataclass
+class ShownCompletion:
+    pictures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class CompletionLine(LogLine):
+    """Fields of a line of completions.jsonl from which the page takes images."""
+
+    completions: list[ShownCompletion]
+    images: list[str]
+
+
+@dataclass
+class Summary:
+    chance: Annotated[float, "[0, 1]"] | None = None  # accuracy of guessing
 
 
 class ReportPage(Callback):
@@ -95,14 +136,14 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 def collect_run(folder: Path) -> dict:
     config_file, summary_file = folder / RUN_CONFIG, folder / SUMMARY
     config = config_file.read_text("utf-8") if config_file.is_file() else None
-    summary = read_json(summary_file) if summary_file.is_file() else None  # None if the run has not ended
+    summary = read_summary(summary_file) if summary_file.is_file() else None  # None if the run has not ended
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
-    metrics = read_lines(folder / METRICS, LogLine)
+    metrics = read_metrics(folder / METRICS)
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
-    timings = read_lines(folder / TIMINGS, LogLine)
-    warnings = read_lines(folder / WARNINGS, LogLine)
+    timings = read_lines(folder / TIMINGS, TimingLine)
+    warnings = read_lines(folder / WARNINGS, WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1  # files count steps from 0, the page and the terminal from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
@@ -119,6 +160,30 @@ def collect_run(folder: Path) -> dict:
         "completions": completions,
         "images": collect_images(folder, completions),
     }
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Read metrics.jsonl or evaluations.jsonl, in which all fields except the stage are numbers, or null for NaN."""
+    lines = read_lines(path, LogLine)
+    for number, line in enumerate(lines, start=1):
+        check_numbers(line, f"{path}:{number}")
+    return lines
+
+
+def read_summary(path: Path) -> dict:
+    summary = read_json(path)
+    build(Summary, summary, str(path), json=True)
+    for name, values in summary.items():
+        if name != "chance":
+            check_field(isinstance(values, dict), f"{path}: {name}", values, "an object with names and numbers")
+            check_numbers(values, f"{path}: {name}")
+    return summary
+
+
+def check_numbers(values: dict, where: str):
+    for name, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
+        check_field(is_number or value is None or name == "stage", f"{where}: {name}", value, "a number")
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
@@ -184,7 +249,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
-    for line in read_lines(folder / EVALUATIONS, LogLine):
+    for line in read_metrics(folder / EVALUATIONS):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | line)
     return evaluations
@@ -192,7 +257,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 def collect_completions(folder: Path) -> list[dict]:
     lines_of_step = {}  # {(stage, step): lines}
-    for line in read_lines(folder / COMPLETIONS, LogLine):
+    for line in read_lines(folder / COMPLETIONS, CompletionLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
     steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))

@@ -1,7 +1,8 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. A warning is not
-repeated while its condition continues to hold.
+Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. Only the warning that
+all completions earn the same is given after the first step, because this is the commonest mistake in a reward. A
+warning is not repeated while its condition continues to hold.
 """
 
 import json
@@ -83,7 +84,7 @@ class WarningRules:
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)
-        found = dict(self.violated()) if len(self.recent) == WINDOW else {}
+        found = dict(self.violated() if len(self.recent) == WINDOW else self.constant_rewards())
         new = [sentence for name, sentence in found.items() if name not in self.said]
         # The warning that little is left to learn is printed only once in a training stage.
         self.said = set(found) | (self.said & {"solved"})
@@ -176,16 +177,20 @@ class WarningRules:
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
-    def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        sampling, last = self.run.sampling, self.recent[-1]
+    def constant_rewards(self) -> Iterator[tuple[str, str]]:
         if self.all_equal():
-            means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
+            means = [f"{x} is {self.recent[-1].get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
             yield (
                 "constant",
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
                 "what these reward functions expect. A model that never writes such an answer needs "
                 f"{self.demonstrations}.",
             )
+
+    def stuck_rules(self) -> Iterator[tuple[str, str]]:
+        sampling = self.run.sampling
+        if self.all_equal():
+            yield from self.constant_rewards()
         elif self.always("frac_reward_zero_std", lambda share: share == 1):
             yield (
                 "equal",

@@ -23,10 +23,22 @@ NAMED = [  # (file, content, error message)
      "evaluations.jsonl:2: step is '<img>', but it must be of type int"),
     ("completions.jsonl", b"[" * 10**5 + b"\n", "completions.jsonl:1: the text is not valid JSON"),
     ("summary.json", b"null", "summary.json: the content is None, but it must be a JSON object"),
+    ("metrics.jsonl", b'{"stage": "sft", "step": 0, "loss": [1]}\n',
+     "metrics.jsonl:1: loss is [1], but it must be a number"),
+    ("timings.jsonl",
+     b'{"stage": "sft", "step": 0, "step_time": 1, "tokens_per_second": 1, "phases": {"update": null}}\n',
+     "timings.jsonl:1: phases.update is None, but it must be of type float"),
+    ("warnings.jsonl", b'{"stage": "sft", "step": 0}\n', "warnings.jsonl:1: warning is missing"),
+    ("evaluations.jsonl", b'{"stage": "sft", "step": 0, "eval/loss": "x"}\n',
+     "evaluations.jsonl:1: eval/loss is 'x', but it must be a number"),
+    ("completions.jsonl", b'{"stage": "sft", "step": 0, "images": [], "completions": [1]}\n',
+     "completions.jsonl:1: completions is 1, but it must be an object with names and values"),
+    ("summary.json", b'{"chance": 2}', "summary.json: chance is 2.0, but it must be in [0, 1]"),
+    ("summary.json", b'{"start": {"eval/accuracy": true}}', "summary.json: start: eval/accuracy is True, but it must"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "says"), NAMED, ids=[name for name, *_ in NAMED])
+@pytest.mark.parametrize(("name", "content", "says"), NAMED, ids=[says.split(",")[0] for *_, says in NAMED])
 def test_a_damaged_file_is_named(tmp_path, name, content, says):
     write_lines(tmp_path / "metrics.jsonl", [])
     (tmp_path / name).write_bytes(content)

@@ -75,6 +75,16 @@ def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1
 
 
+def test_equal_rewards_are_reported_after_the_first_step():
+    equal = HEALTHY | {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0}
+    rules = make_rules()
+    [said] = rules.step(equal)
+    assert said.startswith("The rewards are equal for all completions: format is 0.9 and accuracy is 0.5")
+    assert [rules.step(equal) for _ in range(2 * WINDOW)] == [[]] * 2 * WINDOW
+    rules = make_rules()
+    assert [rules.step(values) for values in (HEALTHY, equal, equal)] == [[]] * 3
+
+
 HELD_OUT = "eval/accuracy_sampled", "eval/accuracy_greedy"
 
 
