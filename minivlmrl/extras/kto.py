@@ -5,6 +5,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from minivlmrl.losses.grpo import check_known
+
 KTOType = Literal["kto", "apo_zero_unpaired"]
 KTO_LOSS_TYPES = get_args(KTOType)
 
@@ -45,8 +47,7 @@ def kto_loss(
         has none) and kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss in TRL 1.16.
     """
-    if loss_type not in KTO_LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r}, but it must be one of {', '.join(KTO_LOSS_TYPES)}")
+    check_known("loss_type", loss_type, KTO_LOSS_TYPES)
     u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
     zero_point = u.new_zeros(())
     if loss_type == "kto":

@@ -15,7 +15,7 @@ whole optimizer step, so the gradients of the micro-batches add up to the step's
 adds RLOO, CISPO, SAPO and other losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -267,6 +267,7 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
         raise ValueError(f"beta is {beta}, but it must be at least 0 and finite")
 
 
-def check_known(option: str, name: str, table: dict[str, Callable]):
-    if name not in table:
-        raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")
+def check_known(option: str, name: str, known_names: Collection[str]):
+    """Raise ValueError if an option's value is not one of the known names."""
+    if name not in known_names:
+        raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(known_names)}")

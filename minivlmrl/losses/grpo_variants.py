@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from minivlmrl.losses.grpo import AVERAGES, RATIOS, TERMS, LossNormalizer, TermInputs, clipped, row_mean
+from minivlmrl.losses.grpo import AVERAGES, RATIOS, TERMS, LossNormalizer, TermInputs, check_known, clipped, row_mean
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CORRECTION_MODES = get_args(CorrectionMode)
@@ -217,8 +217,7 @@ def rollout_importance_ratio(
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
         vllm_importance_sampling_mode.
     """
-    if mode not in CORRECTION_MODES:
-        raise ValueError(f"mode is {mode!r}, but it must be one of {', '.join(CORRECTION_MODES)}")
+    check_known("mode", mode, CORRECTION_MODES)
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1): one ratio for each completion

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from minivlmrl.losses.grpo import check_known
+
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 # losses that are defined for every f-divergence between policy and reference
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
@@ -273,8 +275,8 @@ def check_dpo_options(
         prefix: recipe section with a dot, for example "dpo.", for option names in messages.
     """
     for name in loss_types:
-        _check_known(f"{prefix}loss_type", name, DPO_LOSSES)
-    _check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
+        check_known(f"{prefix}loss_type", name, DPO_LOSSES)
+    check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
     num_weights = len(loss_types) if loss_weights is None else len(loss_weights)
     only_reverse_kl = [name for name in loss_types if name not in F_LOSSES]
     sorting = [name for name in loss_types if name in ("aot", "aot_unpaired")]
@@ -295,11 +297,6 @@ def check_dpo_options(
     for is_broken, says in rules:
         if is_broken:
             raise ValueError(f"{prefix}{says}")
-
-
-def _check_known(name: str, value: str, known_names):
-    if value not in known_names:
-        raise ValueError(f"{name} is {value!r}, but it must be one of {', '.join(known_names)}")
 
 
 def sorted_margins(logps: Tensor) -> Tensor:

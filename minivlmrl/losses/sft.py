@@ -4,6 +4,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from minivlmrl.losses.grpo import check_known
+
 SFTType = Literal["nll", "dft"]
 SFT_LOSS_TYPES = get_args(SFTType)
 
@@ -21,9 +23,7 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll
         normalizer: LossNormalizer whose `tokens` divides the summed loss. None divides by the mask's sum.
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = normalizer.tokens.
     """
-    if loss_type not in SFT_LOSS_TYPES:
-        known = ", ".join(SFT_LOSS_TYPES)
-        raise ValueError(f"loss_type is {loss_type!r}, but it must be one of {known}")
+    check_known("loss_type", loss_type, SFT_LOSS_TYPES)
     per_token_loss = -per_token_logps
     if loss_type == "dft":
         per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p

@@ -46,7 +46,8 @@ class Preflight(Callback):
         needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
         with fresh_import():
             try:
-                training_rewards(config), held_out_rewards(config)
+                for find in (training_rewards, held_out_rewards):
+                    find(config)
             except Exception as error:  # the first import, before this one, had no error
                 if world.is_main:
                     print(f"no trial call of the rewards, because a file cannot be imported twice: {error!r:.200}")
