@@ -1,4 +1,4 @@
-"""Run a command, such as train or chat, as `python -m minivlmrl COMMAND`."""
+"""Run a command, such as train or chat, as `minivlmrl COMMAND`."""
 
 import importlib
 import io
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         line = mistake(error)
         if line is None:
             raise
-        print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
+        print(f"minivlmrl {name}: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def print_usage(name: str) -> int:
     """Print the list of commands; return 2 if `name` is an unknown command, else 0."""
     lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
-    print("usage: python -m minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
+    print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):
         return 0
     hint = did_you_mean(name, COMMANDS)

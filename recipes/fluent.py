@@ -2,7 +2,7 @@
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
-`python -m minivlmrl memory` does not count this model's memory, so leave room for the model.
+`minivlmrl memory` does not count this model's memory, so leave room for the model.
 """
 
 from functools import cache

@@ -1,8 +1,8 @@
 """Print a recipe's options with their defaults, types and comments, for `train --help`.
 
-python -m minivlmrl train --help                          # all sections
-python -m minivlmrl train --help grpo                     # one section
-python -m minivlmrl train my_recipe.yaml --help my_stage  # section of a recipe's own stage
+minivlmrl train --help                          # all sections
+minivlmrl train --help grpo                     # one section
+minivlmrl train my_recipe.yaml --help my_stage  # section of a recipe's own stage
 """
 
 import ast
@@ -34,7 +34,7 @@ def print_options(*names: str):
                 f"--help {name}: unknown section {name!r}; the sections are {', '.join(sections)}"
                 f"{did_you_mean(name, sections)}"
             )
-    print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
+    print("usage: minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Train a recipe, by default shapes.yaml. Options and their defaults:")
     for name in names or sections:
         section = RunConfig if name == "run" else type(getattr(config_class(), name))

@@ -49,13 +49,13 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the end of an error message: "convert the file once with `python -m minivlmrl convert ...`"."""
+    """Return the end of an error message: "convert the file once with `minivlmrl convert ...`"."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format, "columns": renamed and json.dumps(renamed)}
     given = {name: _for_shell(value) for name, value in options.items() if value}
     command = " ".join([_for_shell(str(path)), *(f"--{name}={value}" for name, value in given.items())])
     also = f", without these values of {' and '.join(f'data.{name}' for name in given)}" if given else ""
-    return f"convert the file once with `python -m minivlmrl convert {command}`, and use the new file{also}"
+    return f"convert the file once with `minivlmrl convert {command}`, and use the new file{also}"
 
 
 def _for_shell(text: str) -> str:

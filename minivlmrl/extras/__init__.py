@@ -5,20 +5,20 @@ and the other modules when a recipe, a command line or a model's config.json nam
 
 | here | what it is | named by |
 |---|---|---|
-| answers/ | answers to one prompt (chat) or to a file of rows (evaluate, generate) | `python -m minivlmrl chat` |
+| answers/ | answers to one prompt (chat) or to a file of rows (evaluate, generate) | `minivlmrl chat` |
 | agents/ | tools, environments and trajectories | `sampling.environment` |
-| check/ | problems of a recipe before training | each run, and `python -m minivlmrl check` |
-| convert/ | rows of other projects, in our form or theirs | `python -m minivlmrl convert` |
+| check/ | problems of a recipe before training | each run, and `minivlmrl check` |
+| convert/ | rows of other projects, in our form or theirs | `minivlmrl convert` |
 | families/ | Qwen3-VL, Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | kto.py | the KTO loss | a stage of your own |
 | inputs.py | texts and images that the loss of the first step does not depend on | each run |
-| memory/ | the GPU memory and the shortest time that a run needs | each run, and `python -m minivlmrl memory` |
-| merge.py | an adapter merged into its base model | `python -m minivlmrl merge` |
-| parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
+| memory/ | the GPU memory and the shortest time that a run needs | each run, and `minivlmrl memory` |
+| merge.py | an adapter merged into its base model | `minivlmrl merge` |
+| parity/ | mistakes in a loss, or in a step of any trainer | `minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
-| report.py | the page report.html of a run | each run, and `python -m minivlmrl report` |
-| replay.py | a step of a run again | `python -m minivlmrl replay` |
+| report.py | the page report.html of a run | each run, and `minivlmrl report` |
+| replay.py | a step of a run again | `minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
 | video_files.py | the frames of video files | a row with a video file |

@@ -13,7 +13,7 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 def main(arguments: list[str]):
     """Run the command `merge`. The merged weights have the base model's dtype."""
-    parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
+    parser = argparse.ArgumentParser(prog="minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")
     add("--adapter", required=True, help="folder of a PEFT adapter or of a run")

@@ -1,4 +1,4 @@
-"""Repeat a step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
+"""Repeat a step of a run: `minivlmrl replay RUN --step 73 --prompt 4`.
 
 RUN is a run's folder, or a recipe. `replay` trains again up to the given step, from the last checkpoint before the step
 or from the start of the run. Nothing is written to RUN. On the same machine, the replayed completions and metrics are
@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 def build_parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m minivlmrl replay", description=__doc__, allow_abbrev=False)
+    p = argparse.ArgumentParser("minivlmrl replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
     p.add_argument("--stage", help="stage of the step (default: the last stage)")

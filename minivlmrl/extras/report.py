@@ -1,7 +1,7 @@
 """Write an HTML report on one run, or on two runs side by side: curves and completions.
 
-python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html
-python -m minivlmrl report runs/a runs/b --out ab.html  # compares two runs
+minivlmrl report runs/shapes                  # writes runs/shapes/report.html
+minivlmrl report runs/a runs/b --out ab.html  # compares two runs
 
 A report can be written while a run is still training.
 """
@@ -287,7 +287,7 @@ def data_uri(folder: Path, path: str) -> str:
 
 def main(arguments: list[str]):
     title = str(__doc__).splitlines()[0]
-    p = argparse.ArgumentParser("python -m minivlmrl report", description=title)
+    p = argparse.ArgumentParser("minivlmrl report", description=title)
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")
     p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
     options = p.parse_args(arguments)

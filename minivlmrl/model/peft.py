@@ -101,7 +101,7 @@ def base_model(folder: str | Path) -> str:
     if not isinstance(base, str) or not base or (isabs(base) and not isdir(base)):
         raise ValueError(
             f"{file} does not name an existing base model (base_model_name_or_path is {base!r}). Correct this path, or "
-            "merge the adapter with `python -m minivlmrl merge`, and use the merged folder."
+            "merge the adapter with `minivlmrl merge`, and use the merged folder."
         )
     return base
 
@@ -122,7 +122,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
             raise ValueError(
                 f"the layers have the ranks {sorted(ranks)} and alpha_pattern "
                 f"{config.alpha_pattern}, but only one rank and one alpha are supported here. "
-                "Merge the adapter with `python -m minivlmrl merge`, and use the merged folder."
+                "Merge the adapter with `minivlmrl merge`, and use the merged folder."
             )
     [r] = ranks
     alpha = config.lora_alpha * (math.sqrt(r) if config.use_rslora else 1)

@@ -14,7 +14,7 @@ def test_every_option_is_listed_once_with_a_description(capsys):
         for option in options:
             assert out.count(f"  --{option.path}=") == 1, option.path
             assert page.comments_of(option.declared_in)[option.name], f"{option.path} has no comment that explains it"
-    assert "  --data.video={}\n" in out and out.startswith("usage: python -m minivlmrl train")
+    assert "  --data.video={}\n" in out and out.startswith("usage: minivlmrl train")
 
 
 def test_one_section(capsys):

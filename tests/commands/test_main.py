@@ -1,4 +1,4 @@
-"""Test that `python -m minivlmrl` lists the commands and reports a mistake in one line."""
+"""Test that `minivlmrl` lists the commands and reports a mistake in one line."""
 
 import importlib
 import json
@@ -46,31 +46,27 @@ def test_environment_variables_of_torch_have_defaults(own, expected):
 def test_the_list_of_commands(capsys, arguments):
     assert start.main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m minivlmrl COMMAND") and all(
-        f"\n  {tool} " in out for tool in start.COMMANDS
-    )
+    assert out.startswith("usage: minivlmrl COMMAND") and all(f"\n  {tool} " in out for tool in start.COMMANDS)
 
 
 @pytest.mark.parametrize("tool", ["chat", "memory", "parity"])
 def test_commands_have_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
         start.main([tool, "--help"])
-    assert f"usage: python -m minivlmrl {tool}" in capsys.readouterr().out
+    assert f"usage: minivlmrl {tool}" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["memoryd"]) == start.main(["memory", "--model", "nowhere"]) == 2
     says = "\n'memoryd' is not one of these commands; did you mean memory?\n"
-    says += "python -m minivlmrl memory: nowhere: this folder does not exist"
+    says += "minivlmrl memory: nowhere: this folder does not exist"
     assert capsys.readouterr().err.startswith(says)
 
 
 def test_too_little_memory_is_one_line(capsys, monkeypatch):
     monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
     assert start.main(["report"]) == 2
-    said = (
-        "python -m minivlmrl report: not enough memory; decrease the sizes in the recipe or in the files of the model\n"
-    )
+    said = "minivlmrl report: not enough memory; decrease the sizes in the recipe or in the files of the model\n"
     assert capsys.readouterr().err == said
 
 

@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
     for name, says in {
         "imagefolder": r"imagefolder: the folder has several files of rows \(metadata\.jsonl, more\.csv\); choose one",
-        "dict": r"dict: the folder has no .* convert the file once with `python -m minivlmrl convert .*dict`",
+        "dict": r"dict: the folder has no .* convert the file once with `minivlmrl convert .*dict`",
         "repository": r"repository: the folder has parquet files of several splits \(test, train\); put each",
         "repository/data/test-0.parquet": "test-0.parquet: the parquet file cannot be read .Parquet file size is 0",
     }.items():
@@ -157,7 +157,7 @@ def test_two_columns_with_the_same_name_raise_an_error(tmp_path):
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "sets.yaml"])
 def test_a_file_of_another_kind_names_the_command(tmp_path, name):
     (tmp_path / name).write_text("a")
-    with pytest.raises(ValueError, match=rf"{name}: rows are not read from .* `python -m minivlmrl convert .*{name}`"):
+    with pytest.raises(ValueError, match=rf"{name}: rows are not read from .* `minivlmrl convert .*{name}`"):
         open_rows(tmp_path / name)
 
 

@@ -1,4 +1,4 @@
-"""Test that `python -m minivlmrl chat` prints completions as the sampler of a run generates them."""
+"""Test that `minivlmrl chat` prints completions as the sampler of a run generates them."""
 
 import json
 import os
@@ -174,7 +174,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 def test_a_mistake_is_reported_in_one_line(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
     assert (status, out) == (2, "")
-    assert err.startswith("python -m minivlmrl chat: ") and message in err
+    assert err.startswith("minivlmrl chat: ") and message in err
     assert err.count("\n") == 1
 
 

@@ -78,9 +78,31 @@ def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint,
     options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"
     plain = evaluate(*options)[0]
     (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
+    (tmp_path / "metrics.jsonl").touch()
     for folder in ("checkpoint", "best/checkpoint"):
-        assert plain == evaluate("--rows=2", model=shutil.copytree(checkpoint, tmp_path / folder))[0]
+        model = shutil.copytree(checkpoint, tmp_path / folder)
+        (model / "minivlmrl.yaml").unlink()  # otherwise config.yaml is the recipe of another run
+        assert plain == evaluate("--rows=2", model=model)[0]
         assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
+
+
+def test_the_recipe_of_another_run_in_a_parent_folder_is_not_used(
+    evaluate, checkpoint, own, run, plain, tmp_path, capsys
+):
+    trained = run("--stages=[]", *own, "--data.prompt_template=Look. {problem}")
+    evaluate("--rows=1", model=trained / "checkpoint")
+    assert f"recipe: {trained / 'config.yaml'}" in capsys.readouterr().out  # which has the rewards
+    other = tmp_path / "other"
+    alone = shutil.copytree(trained / "checkpoint", other / "alone")
+    config = (trained / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("Look. {problem}", "Say. {problem}"))
+    (other / "metrics.jsonl").touch()
+    evaluate("--rows=1", model=alone)
+    assert f"recipe: {alone / 'minivlmrl.yaml'}" in capsys.readouterr().out
+    (other / "metrics.jsonl").unlink()
+    (alone / "minivlmrl.yaml").unlink()
+    evaluate("--rows=1", model=alone)  # without metrics.jsonl, config.yaml is not the recipe of a run
+    assert "own_data.yaml" in capsys.readouterr().out
 
 
 def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
@@ -128,6 +150,8 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     evil = tmp_path / "evil.py"
     trace = tmp_path / "executed"
+    (tmp_path / "metrics.jsonl").touch()
+    (model / "minivlmrl.yaml").unlink()  # otherwise config.yaml is the recipe of another run
     evil.write_text(f"open({str(trace)!r}, 'w')\ndef f(completions, **columns):\n    return [1.0] * len(completions)\n")
     for name in (f"{evil}:f", "recipes/fluent.py:fluent(path='model')"):
         recipe = tmp_path / "config.yaml"

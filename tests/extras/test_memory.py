@@ -206,7 +206,7 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     """`other` is the memory in GB with `options`, or None for a mixture of experts."""
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)
-    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `minivlmrl memory`", head).groups())
     if other is None:
         size = needed_by_layers(load_config(path), "grpo", model)
         assert round(size) == by_plan <= card

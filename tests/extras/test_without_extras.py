@@ -28,10 +28,10 @@ RECIPES = {
 COMPARED = ("checkpoint/model.safetensors", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 TRAIN = ["train", "recipes/shapes.yaml"]
 USES = {  # {beginning of the error message: arguments of a command}
-    "python -m minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
-    "python -m minivlmrl convert: the command convert": ["convert", "rows.json"],
-    "python -m minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
-    "python -m minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
+    "minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
+    "minivlmrl convert: the command convert": ["convert", "rows.json"],
+    "minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
+    "minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
     "sampling.engine vllm: vllm": [*TRAIN, "--sampling.engine=vllm"],
     "optimizer.name adamw_8bit: adamw_8bit": [*TRAIN, "--optimizer.name=adamw_8bit"],
     "report_to wandb: wandb": [*TRAIN, "--report_to=[wandb]"],

@@ -120,7 +120,7 @@ def open_case(case: Case, folder: Path) -> FileDataset:
             return FileDataset(FILES / case.file, REQUIRED[case.stage], **case.options)
         except ValueError as error:
             said = str(error)
-            found = re.search("`python -m minivlmrl (convert .*)`", said)
+            found = re.search("`minivlmrl (convert .*)`", said)
             if not found:
                 raise
             command = found[1]

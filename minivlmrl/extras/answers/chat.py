@@ -1,6 +1,6 @@
 """Send a model one prompt, and print the answer while it is generated.
 
-python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --sampling.temperature=0
+minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --sampling.temperature=0
 """
 
 import argparse
@@ -111,7 +111,7 @@ class Stream:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl chat",
+        "minivlmrl chat",
         description=str(__doc__).splitlines()[0],
         epilog="--section.name=value sets an option of a recipe, as in --sampling.temperature=0",
         allow_abbrev=False,

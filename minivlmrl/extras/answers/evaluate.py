@@ -1,15 +1,16 @@
 """Answer the rows of a data file, and write one line per row and a summary; the command `evaluate` also scores answers.
 
-python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
-python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
-python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
-torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
+minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
+minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
+minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
+torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations. As in the evaluations of a run, the recipe's top_k, top_p, min_p and repetition_penalty are not used. The
-default recipe is the first of these files that exists: config.yaml of the run that trained the model, minivlmrl.yaml
-beside the weights, or recipes/own_data.yaml with the prompt template {problem}. --model is the folder of a model or of
-an adapter, whose options are read from this folder, and adapter.quantize from the recipe that trained the adapter.
+default recipe is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml with the prompt template {problem}.
+If the model lies in the folder of a run, and config.yaml of this run has all options in minivlmrl.yaml, config.yaml is
+the recipe, because it also has the rewards. --model is the folder of a model or of an adapter, whose options are read
+from this folder, and adapter.quantize from the recipe that trained the adapter.
 """
 
 import argparse
@@ -24,11 +25,12 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import parse_yaml
+from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.files import INFERENCE_CONFIG
+from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
 from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
@@ -36,12 +38,13 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import UNFILTERED, evaluation_sampling, generate_for_rows
+from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.setup import build_model
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        f"python -m minivlmrl {name}",
+        f"minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
         epilog="--section.name=value sets an option of the recipe, as in --data.max_pixels=401408",
         allow_abbrev=False,
@@ -164,10 +167,21 @@ def read_section(recipe: Path | None, name: str) -> dict:
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
-    recipe_paths = [folder / "config.yaml" for folder in run_folders]
-    recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
-    return next(filter(Path.is_file, recipe_paths), None)
+    """Return the recipe of the run that trained a model, or else the model's own minivlmrl.yaml, if there is one."""
+    own = find_folder(model) / INFERENCE_CONFIG
+    own_options = parse_yaml(own.read_bytes()) if own.is_file() else {}
+    for folder in Path(model).absolute().parents[:3]:  # RUN is a parent of RUN/best/checkpoint
+        recipe = folder / RUN_CONFIG
+        if recipe.is_file() and (folder / METRICS).is_file() and contains(parse_yaml(recipe.read_bytes()), own_options):
+            return recipe
+    return own if own.is_file() else None
+
+
+def contains(recipe: Plain, options: Plain) -> bool:
+    """Return True if a recipe has all given options, with the same values; if not, another run trained the model."""
+    if not isinstance(options, dict):
+        return recipe == options
+    return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
 
 
 def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:

@@ -1,6 +1,6 @@
 """Check a recipe, its dataset and its rewards for problems before training.
 
-python -m minivlmrl check RECIPE [--section.name=value ...]
+minivlmrl check RECIPE [--section.name=value ...]
 
 The command `check` reads the rows, and computes the rewards of right answers and of texts that are no answers. Each
 problem that `check` finds is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem,

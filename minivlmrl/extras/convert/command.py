@@ -1,7 +1,7 @@
 """Convert rows of training data to minivlmrl's layout, or to the layout of TRL, ms-swift or verl.
 
-    python -m minivlmrl convert rows.json
-    python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
+    minivlmrl convert rows.json
+    minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
 The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The converted file is
 written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
@@ -37,7 +37,7 @@ BATCH = 100  # rows that are written to a parquet file together
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", help="file or folder with rows")
     parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
@@ -128,7 +128,7 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
                 f"--columns='{{YOURS: problem}}', or write a function for --format. Layouts: {', '.join(READERS)}"
             )
     if len(names) > 1:
-        command = f"python -m minivlmrl convert {shlex.quote(str(path))} --layout="
+        command = f"minivlmrl convert {shlex.quote(str(path))} --layout="
         raise ValueError(f"{path}: the layouts {' and '.join(names)} fit; choose one: {command}{names[0]}")
     return names[0]
 

@@ -1,7 +1,7 @@
 """Estimate the memory that a run needs on each GPU, phase by phase.
 
-python -m minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
-python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
+minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
+minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
@@ -219,7 +219,7 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
 
 def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [RECIPE] [--model MODEL] [--section.name=value ...] [options]"
-    parser = argparse.ArgumentParser("python -m minivlmrl memory", usage, str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser("minivlmrl memory", usage, str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", help="config.json, its folder or a repository id; defaults to model.path")
     add("--gpus", type=int, default=1, help="number of GPUs on all nodes together")

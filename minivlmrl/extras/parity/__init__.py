@@ -4,10 +4,10 @@ The known mistakes stand in names.py.
 
 | you have | call | in a shell |
 |---|---|---|
-| a loss of your own | `laws(my_loss)` | `python -m minivlmrl parity --laws my_loss.py:my_loss` |
-| a loss that TRL has | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
+| a loss of your own | `laws(my_loss)` | `minivlmrl parity --laws my_loss.py:my_loss` |
+| a loss that TRL has | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
 | a forward pass with packed or padded rows | `depends(logps, ids, document)` | |
-| a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
+| a recorded step of any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
 """

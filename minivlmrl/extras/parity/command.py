@@ -1,4 +1,4 @@
-"""`python -m minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
+"""`minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
 
 `--project=NAME --path=FOLDER` checks the losses of a public project instead, see field.py.
 
@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.loss import judge
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the arguments of the command, and refuse combinations in which one of them would have no effect."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
-    p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
+    p = argparse.ArgumentParser("minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
     p.add_argument("target", nargs="?", help=target)
     p.add_argument(

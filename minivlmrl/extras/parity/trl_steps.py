@@ -1,7 +1,7 @@
-"""Record optimizer steps of TRL's trainers (1.16, one process), which `python -m minivlmrl parity` can check.
+"""Record optimizer steps of TRL's trainers (1.16, one process), which `minivlmrl parity` can check.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
-        trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0
+        trainer.train()                     # steps/0, steps/1, ...; then: minivlmrl parity steps/0
 
 Every value is recorded outside the code that `parity` checks: log-probabilities and their gradients are recorded at a
 model's forward, the loss is the result of training_step, the rewards are the results of the reward functions, and the

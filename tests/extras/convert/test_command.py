@@ -40,7 +40,7 @@ def convert_as_advised(path, **options):
     """Run the command that the error message for a file names, and return the new file."""
     with pytest.raises(ValueError, match=r"convert the file once with `.*`, and use the new file") as error:
         FileDataset(path, ("problem", "solution"), **options)
-    command = shlex.split(re.search("once with `python -m minivlmrl convert (.*)`", str(error.value))[1])
+    command = shlex.split(re.search("once with `minivlmrl convert (.*)`", str(error.value))[1])
     assert main(command) == 0
     [new] = [new for new in (path if path.is_dir() else path.parent).iterdir() if "_converted." in new.name]
     return new

@@ -72,7 +72,7 @@ def test_folders_of_classes_are_rows(tmp_path):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
     (tmp_path / "notes.txt").write_text("no row")
-    with pytest.raises(ValueError, match=rf"no \.jsonl, .* `python -m minivlmrl convert {tmp_path}`"):
+    with pytest.raises(ValueError, match=rf"no \.jsonl, .* `minivlmrl convert {tmp_path}`"):
         FileDataset(tmp_path)
     assert main([str(tmp_path)]) == 0
     rows = FileDataset(tmp_path, ("problem", "solution"), prompt_template="What is it?")
@@ -90,7 +90,7 @@ def test_folders_of_save_to_disk_are_rows(tmp_path):
     rows = datasets.Dataset.from_list([{"query": f"a{i}", "response": "b"} for i in range(5)])
     rows.save_to_disk(tmp_path / "one", num_shards=2)
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
-    with pytest.raises(ValueError, match=rf"`python -m minivlmrl convert {tmp_path}/one`"):
+    with pytest.raises(ValueError, match=rf"`minivlmrl convert {tmp_path}/one`"):
         FileDataset(tmp_path / "one")
     assert main([str(tmp_path / "one")]) == 0
     read = FileDataset(tmp_path / "one" / "rows_converted.jsonl", ("problem", "completion"))

@@ -103,7 +103,7 @@ def test_the_page_shows_what_the_command_prints(framework, tmp_path, monkeypatch
     code, command, printed = found[:3] if framework == "jax" else found[3:6]
     (tmp_path / f"{framework}_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    words = command.removeprefix("python -m minivlmrl parity ").split()
+    words = command.removeprefix("minivlmrl parity ").split()
     assert f"--framework={framework}" in words
     assert main([*words, "--seconds=inf"]) == 1
     assert capsys.readouterr().out == printed

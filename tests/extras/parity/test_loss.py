@@ -494,7 +494,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[:3]
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    words = commands.splitlines()[-1].removeprefix("python -m minivlmrl parity ").split()
+    words = commands.splitlines()[-1].removeprefix("minivlmrl parity ").split()
     assert main([*words, "--seconds=inf"]) == 1
     assert capsys.readouterr().out == printed
     estimates = [f"{math.exp(-d) + d - 1:.3g}" for d in (1, 2, 3)] + [f"{math.exp(d) - d - 1:.3g}" for d in (1, 2, 3)]
