@@ -57,7 +57,9 @@ if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 
 def __getattr__(name: str):
     if name == "parity":
-        return importlib.import_module("minivlmrl.extras.parity")
+        from minivlmrl.load_extra import load_extra
+
+        return load_extra("minivlmrl.extras.parity", "minivlmrl.parity")
     if name not in MODULES:
         raise AttributeError(f"module 'minivlmrl' has no attribute {name!r}")
     return getattr(importlib.import_module(MODULES[name]), name)

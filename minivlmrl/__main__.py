@@ -1,11 +1,11 @@
 """Run a command, such as train or chat, as `minivlmrl COMMAND`."""
 
-import importlib
 import io
 import os
 import sys
 
-from minivlmrl.errors import check_extras, did_you_mean, mistake
+from minivlmrl.errors import did_you_mean, mistake
+from minivlmrl.load_extra import load_extra
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             return print_usage(name)
-        module, _, function = COMMANDS[name][0].partition(":")
-        check_extras(module, f"the command {name}")
-        return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
+        command = load_extra(COMMANDS[name][0], f"the command {name}")
+        return command(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         # At exit, Python flushes stdout and would raise BrokenPipeError again, so stdout becomes the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

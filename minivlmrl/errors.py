@@ -141,21 +141,6 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
         raise ValueError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
 
 
-def has_extras() -> bool:
-    return Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
-
-
-def check_extras(target: str, name: str):
-    """Raise ValueError if `target` names a module of the folder extras/, but the folder has been deleted.
-
-    Args:
-        target: module, or "module:name", that the core knows by this text alone.
-        name: the command, option value or model type that loads the target, for the message.
-    """
-    if target.startswith("minivlmrl.extras.") and not has_extras():
-        raise ValueError(f"{name} needs minivlmrl/extras, which this copy lacks")
-
-
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
     """Return a suggestion for an unknown name in an error message, such as "; did you mean shapes?".
 

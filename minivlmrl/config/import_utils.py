@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, check_extras, did_you_mean, error_context
+from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context
+from minivlmrl.load_extra import load_extra
 
 
 def load_name(target: str) -> Any:
@@ -123,8 +124,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
             raise ValueError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
-        check_extras(target, name)
-        target = load_name(target)
+        target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):

@@ -66,8 +66,8 @@ class LoRAOptions:
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
     # dropout probability of the inputs of LoRA's matrix A during training
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
-    # expression for names of layers
+    # layers that get adapters: language (the decoder), vision, merger, a part that only this model family has (see
+    # docs/memory.md), or a regular expression for names of layers
     target: list[str] = field(default_factory=lambda: ["language"])
     # nf4 stores frozen weights in 4 bits (QLoRA): in linear layers of the decoder, and in other layers with adapters
     quantize: Literal["nf4"] | None = None

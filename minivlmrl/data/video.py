@@ -6,7 +6,6 @@ The class extras/families/qwen3_vl.Videos samples and resizes videos for Qwen3-V
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 import PIL.Image
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio, smart_resize
 from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, check_options
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image
-from minivlmrl.errors import check_extras
+from minivlmrl.load_extra import load_extra
 
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of FRAME_FACTOR
 TOTAL_TOKENS = 115_200  # default limit for a whole video, in image tokens of 28 * 28 pixels
@@ -133,9 +132,7 @@ def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR,
 
 
 def video_files():
-    module = "minivlmrl.extras.video_files"
-    check_extras(module, "a video file")
-    return import_module(module)
+    return load_extra("minivlmrl.extras.video_files", "a video file")
 
 
 def check_size(nframes: int, width: int, height: int):

@@ -94,9 +94,9 @@ class Sharding:
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
                 communication_of(block).is_block = True
-        for layer in layers_without_experts(model):
+        for layer in fully_used_layers(model):
             communication_of(layer).all_reduces_once = True
-        family_of(model).count_over_ranks(model, sum_counts)
+        family_of(model).share_counts(model, sum_counts)
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
@@ -187,11 +187,11 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 
-def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
+def fully_used_layers(model: VisionLanguageModel) -> list[FSDPModule]:
     """Return the decoder layers in which every parameter gets a gradient in every micro-batch."""
-    experts = model.config.experts
+    family = family_of(model)
     layers = enumerate(sharded_blocks(model.model.layers))
-    return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
+    return [layer for i, layer in layers if family.uses_every_parameter(model.config, i)]
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
@@ -288,6 +288,6 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
     """Create a model with the layers and adapters of `model` on the meta device, which stores no weights."""
     with torch.device("meta"):
-        clone = family_of(model).model(model.config).to(dtype)
+        clone = family_of(model).build_model(model.config).to(dtype)
     copy_adapter_layout(clone, model)
     return clone

@@ -79,9 +79,10 @@ class World:
         """Concatenate the tensors (n, ...) of all ranks, in rank order. The result is (n * size, ...)."""
         if self.size == 1:
             return tensor
-        joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        dist.all_gather_into_tensor(joined, tensor.contiguous())
-        return joined
+        # all_gather_into_tensor would be shorter, but torch 2.13 warns that it is deprecated
+        tensors = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather(list(tensors.unbind()), tensor.contiguous())
+        return tensors.flatten(0, 1)
 
     def gather_objects(self, value: Value) -> list[Value]:
         """Return a list of all ranks' values, which must be picklable, in rank order."""

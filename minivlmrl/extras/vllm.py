@@ -46,7 +46,7 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.families.registry import FAMILIES, find_family
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
@@ -180,7 +180,7 @@ class VLLMSampler(Sampler):
         if config is None:  # build_model later raises an error in this case
             return
         model_type = read_json(Path(config)).get("model_type")
-        if model_type in list(FAMILIES) and not FAMILIES[model_type].in_vllm:
+        if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
             raise ValueError(
                 f"sampling.engine is vllm, which minivlmrl does not support for models of the type "
                 f"{model_type}; set sampling.engine=native"

@@ -3,21 +3,17 @@
 The function `agents` imports extras/agents/ by name, and only if a recipe sets `sampling.environment`.
 """
 
-from importlib import import_module
-
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_extras
 from minivlmrl.generation.sampler import Sampler, find_engine
+from minivlmrl.load_extra import load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 
 
 def agents():
-    module = "minivlmrl.extras.agents.hooks"
-    check_extras(module, "sampling.environment")
-    return import_module(module)
+    return load_extra("minivlmrl.extras.agents.hooks", "sampling.environment")
 
 
 def make_sampler(

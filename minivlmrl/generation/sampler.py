@@ -18,6 +18,7 @@ from minivlmrl.errors import error_context
 from minivlmrl.generation.generate import Decode, TokenSampler, generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.families.registry import family_of
 
 if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
@@ -220,8 +221,8 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return True if decode steps can be captured as a CUDA graph."""
-    # A CUDA graph cannot gather FSDP's layers. It cannot run experts either, because their token counts vary.
-    return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
+    # A CUDA graph cannot gather FSDP's layers.
+    return sampling.cuda_graph == "auto" and not by_layer and family_of(model).in_cuda_graphs
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):

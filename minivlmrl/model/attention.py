@@ -146,8 +146,8 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # states of each recurrent layer after the last token of each prompt, by layer index
-        self.recurrent_state: dict[int, list[Tensor]] = {}
+        # what a layer without keys and values stores for each prompt, by layer index: tensors (B, ...)
+        self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the attention output (N, H, D) from q (N, H, D), k and v (N, K, D); q and k are already rotated."""
@@ -177,7 +177,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # pairs (slice of rows, slice of the rows' new tokens); a recurrent layer makes one call per pair
+    # pairs (slice of rows, slice of the rows' new tokens); a layer with a state makes one call per pair
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
     # rows whose new tokens in the current decoding step are a tool's response
     response_rows: Sequence[int] = ()
@@ -208,7 +208,7 @@ class DecodeAttention:
         self.start = start[self.slots.prompt_index]  # (R,) each row's first position
         # (R,) position of each row's newest token in the KV cache
         self.newest = torch.full_like(self.rows, -1)
-        self.recurrent_state = {i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()}
+        self.layer_states = {i: [x[prompt_index] for x in states] for i, states in prompts.layer_states.items()}
 
     def select(self, unfinished: Tensor) -> Tensor | None:
         """Drop finished rows from the KV cache.
@@ -226,7 +226,7 @@ class DecodeAttention:
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
         # The KV cache is copied layer by layer, so that memory never holds two copies of all layers.
-        for layer in (*self.row_kv, *self.recurrent_state.values()):
+        for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
             prompts = to_device(prompts, self.device)

@@ -16,7 +16,8 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
+from minivlmrl.model.families.base import Family
+from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
@@ -53,18 +54,18 @@ def random_processor(
     config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
     """Build the processor (tokenizer, image settings, template) of a model with random weights."""
-    family = FAMILIES[config.model_type]
+    family = find_family(config.model_type)
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
     # pixels in one merged token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
-        family.images | patches, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
+        {**family.images, **patches}, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
     )
     images = replace(images, videos=family.read_videos({}, "data", images))
     return Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
-def default_template(family: ModelSpec) -> "ChatTemplate | None":
+def default_template(family: Family) -> "ChatTemplate | None":
     """Return the default chat template of a model family; None means the template in data/chat_template.py."""
     if family.default_system:
         return None
@@ -77,7 +78,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
 def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
     """Build the model for a config with uninitialised weights."""
     try:
-        return FAMILIES[config.model_type].model(config)
+        return find_family(config.model_type).build_model(config)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error

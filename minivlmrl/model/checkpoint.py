@@ -25,7 +25,7 @@ from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, family_of, hub_name, module_name
+from minivlmrl.model.families.registry import CONTROL_TOKENS, family_of, find_family, hub_name, module_name
 from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_name, plain_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -191,9 +191,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 
     folder = find_folder(folder)
     config = read_config(folder)
-    family = FAMILIES[config.model_type]
+    family = find_family(config.model_type)
     image_file, image_values = image_settings(folder)
-    image_values = family.images | image_values
+    image_values = {**family.images, **image_values}
     images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
     video_file, video_values = video_settings(folder)
     images = replace(images, videos=family.read_videos(video_values, str(video_file), images))

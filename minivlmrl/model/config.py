@@ -1,11 +1,11 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. A family whose vision tower needs more settings has a
-subclass of VisionConfig in model/families/.
+model/config_json.py reads, checks and writes config.json. A family whose decoder or vision tower has
+other settings defines a subclass of ModelConfig or VisionConfig.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
@@ -51,7 +51,7 @@ class VisionConfig:
 
 @dataclass
 class ModelConfig:
-    """Model config, whose defaults are the values that all Qwen2.5-VL checkpoints share."""
+    """Decoder config of Qwen2-VL and Qwen2.5-VL, with transformers' defaults for keys that config.json omits."""
 
     vocab_size: Size
     hidden_size: Size
@@ -61,22 +61,10 @@ class ModelConfig:
     num_key_value_heads: Size
     vision_config: VisionConfig
     model_type: str = "qwen2_5_vl"  # a key in FAMILIES in families/registry.py
-    rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
+    rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-5
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
     # number of rotary frequencies that encode time, height and width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
-    mrope_interleaved: bool = False  # frequencies alternate between the axes, as in Qwen3-VL
-    head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
-    attention_bias: bool = True  # whether the query, key and value projections have biases
-    qk_norm: bool = False  # whether each query and key head is normalised
-    # fraction of head_dim that is rotated
-    partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
-    # distance between attention layers in Qwen3.5, whose other layers are recurrent; None if all layers have attention
-    full_attention_interval: Size | None = None
-    # type of each decoder layer; () if all layers have attention
-    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    recurrent: Any = None  # RecurrentConfig in extras/families/sections.py; None if all layers have attention
-    experts: Any = None  # ExpertsConfig in extras/families/sections.py; None if all MLPs are dense
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -88,14 +76,20 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys, which to_dict writes unchanged
 
-    def __post_init__(self):
-        if not self.head_dim:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        interval = self.full_attention_interval
-        if interval is not None and not self.layer_types:
-            self.layer_types = tuple(
-                "linear_attention" if (i + 1) % interval else "full_attention" for i in range(self.num_hidden_layers)
-            )
+    # settings that are fixed in Qwen2, but that other families override or read from config.json
+    attention_bias: ClassVar[bool] = True  # whether the query, key and value projections have biases
+    qk_norm: ClassVar[bool] = False  # whether each query and key head is normalized
+    mrope_interleaved: ClassVar[bool] = False  # whether the rotary frequencies alternate between the axes
+
+    @property
+    def head_dim(self) -> int:
+        """Return D, the number of elements in each attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of elements in each head that are rotated."""
+        return self.head_dim
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:

@@ -7,10 +7,13 @@ from typing import Any
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ModelConfig, VisionConfig
-from minivlmrl.model.families.registry import FAMILIES, ModelSpec
+from minivlmrl.model.families.base import Family
+from minivlmrl.model.families.registry import FAMILIES, find_family
 
 # keys of config.json that are computed again when a model is saved
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
+# keys in which null is a value; in all other keys, null stands for the default value
+NULLABLE = {"bos_token_id", "eos_token_id"}
 # keys of vision_config that are computed again when a model is saved
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
@@ -18,41 +21,30 @@ REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spat
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Parse the content of a config.json, which may be flat as on the hub or nested as in transformers 5."""
     _check_model_type(config, where)
-    family = FAMILIES[config["model_type"]]
+    family = find_family(config["model_type"])
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
     flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
     flat.pop("mrope_section", None)  # only the mrope_section in the rope settings is used
-    if family.experts:  # transformers 5 writes num_local_experts instead
-        flat = _merge({"num_experts": flat.pop("num_local_experts", None)}, flat)
     rope = _rope(flat, where)
-    names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
-    flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
+    names = {field.name for field in fields(family.config_type)}
+    flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
     # The top-level tie_word_embeddings has priority, because transformers 5 always writes the default into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
-    flat |= family.text
-    if flat.get("head_dim") is None:
-        flat.pop("head_dim", None)  # computed by ModelConfig
-    read = {field.name for field in fields(ModelConfig)}
-    sections = {"recurrent": None, "experts": None}
-    for name, kind in family.sections.items():
-        own = {field.name for field in fields(kind)} & (family.defaults.keys() | family.experts.keys())
-        sections[name] = build(kind, {key: flat[key] for key in own}, where, json=True)
-        read |= own
-    flat["extra"] = without(flat, read | REWRITTEN)
-    flat |= sections
-    built = build(ModelConfig, flat, where, json=True)
+    flat["extra"] = without(flat, names | REWRITTEN)
+    given = {name: x for name, x in flat.items() if x is not None or name in NULLABLE}
+    built = build(family.config_type, given, where, json=True)
     with error_context(where):
-        _check(built, family, "head_dim" in flat)
+        _check(built)
     return built
 
 
 def _check_model_type(config: dict, where: str):
     model_type = config.get("model_type")
-    expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
+    expected = f"{' or '.join(FAMILIES)}; no other family is supported"
     if isinstance(model_type, str) and not config.get("vision_config"):
         expected += ". This is a text model; choose a vision-language model"
     check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
@@ -60,32 +52,28 @@ def _check_model_type(config: dict, where: str):
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
     """Return config.json's contents in the hub's layout, which vLLM and older transformers releases can read."""
-    family = FAMILIES[config.model_type]
-    text = {}
-    for name, value in asdict(config).items():
-        text |= (value or {}) if name == "recurrent" else {name: value}
+    family = find_family(config.model_type)
+    text = asdict(config)
     vision = text.pop("vision_config")
     vision = vision.pop("extra") | vision
     extra = text.pop("extra")
-    experts = text.pop("experts")
     mrope_section = text.pop("mrope_section")
     in_channels = vision.pop("in_channels")
     written = {
         **extra,
         "architectures": [family.architecture],
         "hidden_act": "silu",
-        **without(text, family.text),
-        **{name: experts[name] for name in family.experts},
+        **text,
         "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
         "vision_config": {
             **vision,
             "model_type": config.model_type,
-            "hidden_act": family.hidden_act,
+            "hidden_act": family.vision_hidden_act,
             "in_chans": in_channels,
             "spatial_patch_size": vision["patch_size"],
         },
     }
-    return family.write(written)
+    return family.write_config(written)
 
 
 def without(values: dict, names: Container[str]) -> dict:
@@ -118,48 +106,41 @@ def _rope(config: dict, where: str) -> dict:
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
-def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
+def _check_supported(flat: dict, vision: dict, family: Family, where: str):
     """Raise ValueError if a setting in config.json has an unsupported value; null is accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
-    supported = {  # key -> (value in the file, supported values ...)
-        "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
-        "hidden_act": (flat.get("hidden_act"), "silu"),
-        "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
-        "rope_scaling.mrope_interleaved": (rope.get("mrope_interleaved"), family.text["mrope_interleaved"]),
-        "norm_topk_prob": (flat.get("norm_topk_prob"), True),
-        "use_sliding_window": (flat.get("use_sliding_window"), False),
-        "attn_output_gate": (flat.get("attn_output_gate"), True),
-        "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),
-        "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
-        "vision_config.rope_type": (vision_rope.get("rope_type"), "axial", "default"),
-    }
-    for name, (value, *computed) in supported.items():
-        check_field(
-            value is None or value in computed,
-            f"{where}: {name}",
-            value,
-            f"{computed[0]!r}; no other value is supported",
-        )
+    fixed = family.config_type
+    settings = [  # (key, value in the file, supported values)
+        ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
+        ("rope_scaling.mrope_interleaved", rope.get("mrope_interleaved"), (fixed.mrope_interleaved,)),
+        ("attention_bias", flat.get("attention_bias"), (fixed.attention_bias,)),
+        *((key, flat.get(key), values) for key, values in family.supported.items()),
+        ("vision_config.hidden_act", vision.get("hidden_act"), (family.vision_hidden_act,)),
+        ("vision_config.rope_type", vision_rope.get("rope_type"), ("axial", "default")),
+    ]
+    for key, value, supported in settings:
+        is_supported = value is None or value in supported
+        check_field(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
 
 
-def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
+def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
     channels = _merge({"in_channels": 3}, vision, {"in_channels": vision.get("in_chans")})
     values = family.read_vision(channels, where)
     rope = _rope(vision, f"{where}: vision_config")
     if rope.get("rope_theta") is not None:
         values = values | {"rope_theta": rope["rope_theta"]}
-    names = {field.name for field in fields(family.vision_config)}
+    names = {field.name for field in fields(family.vision_config_type)}
     values["extra"] = without(values, names | REWRITTEN_IN_VISION)
-    return build(family.vision_config, values, where, "vision_config.", json=True)
+    return build(family.vision_config_type, values, where, "vision_config.", json=True)
 
 
-def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
+def _check(config: ModelConfig):
     """Raise ValueError if sizes in config.json contradict each other."""
     vision = config.vision_config
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
     num_key_heads = config.num_key_value_heads
-    rotary_dim = int(config.head_dim * config.partial_rotary_factor)
+    has_head_dim = "head_dim" in vars(config)  # otherwise ModelConfig computes it
     section = list(config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [  # (whether it holds, name of the field, its value, what it must be)
@@ -167,8 +148,8 @@ def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,
          f"a divisor of num_attention_heads ({num_heads})"),
-        (sum(section) * 2 == rotary_dim, "mrope_section", section,
-         f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim"),
+        (sum(section) * 2 == config.rotary_dim, "mrope_section", section,
+         f"three numbers whose sum is half of {config.rotary_dim}, the rotated part of head_dim"),
         (vision.hidden_size % (4 * vision.num_heads) == 0,
          "vision_config.hidden_size", vision.hidden_size,
          "a multiple of 4 x num_heads, for 2-D rotary embeddings"),
@@ -180,6 +161,3 @@ def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
     ]  # fmt: skip
     for holds, name, value, expected in rules:
         check_field(holds, name, value, expected)
-    for section in (config.experts, config.recurrent):
-        if section is not None:
-            section.check(config, family.transposed_experts)

@@ -233,14 +233,14 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantise linear layers of the decoder, and the base layers of all adapters, to NF4.
 
-    The LM head, embeddings, routers of experts, and vision layers without adapters keep their dtype.
+    The LM head, embeddings, vision layers without adapters and the family's not_quantized layers keep their dtype.
     """
     not_quantized = family_of(model).not_quantized
     names = []
     for name, module in model.named_modules():
-        is_router = name.removesuffix(".base").endswith(not_quantized)
+        keeps_dtype = name.removesuffix(".base").endswith(not_quantized)
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
-        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not is_router:
+        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not keeps_dtype:
             names.append(name)
     for name in names:
         quantize_layer(model, name)
@@ -296,8 +296,8 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
         bool(target_names),
         "target",
         target,
-        "language, vision, merger, experts or a regular expression that matches the whole name of "
-        f"at least one linear layer, such as {linear_names[-1]}",
+        f"{', '.join(['language', 'vision', 'merger', *kinds])} or a regular expression that matches the whole name "
+        f"of at least one linear layer, such as {linear_names[-1]}",
     )
     return target_names
 

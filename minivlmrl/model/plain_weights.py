@@ -23,7 +23,7 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface for several weights that files store as one tensor, such as the weights of all experts in a layer."""
+    """Interface for several weights that files store as one tensor."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
@@ -85,7 +85,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# what holds a weight of a model: a parameter, a LoRA or NF4 layer, or the stacked weights of a layer's experts
+# what holds a weight of a model: a parameter, a LoRA or NF4 layer, or several stacked weights
 Weight = Tensor | ReplacedLinear | Stacked
 
 

@@ -23,13 +23,12 @@ To add a callback, pass a list: `run_training(config, [*default_callbacks(config
 
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import has_extras
+from minivlmrl.load_extra import has_extras, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
@@ -110,4 +109,4 @@ def default_callbacks(config: RunConfig) -> list[Callback]:
     watchers = dict(WATCHERS)
     if not (config.check_memory and config.model.path):
         del watchers["memory"]
-    return [load_name(f"minivlmrl.extras.{name}")() for name in watchers.values()]
+    return [load_extra(f"minivlmrl.extras.{name}", "a watcher")() for name in watchers.values()]

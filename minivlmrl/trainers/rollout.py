@@ -14,7 +14,6 @@ GRPOTrainer and PPOTrainer define the method `prepare`, which computes advantage
 """
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from itertools import chain, groupby
 
 import torch
@@ -27,10 +26,10 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_extras
 from minivlmrl.generation.environments import check_environment, make_sampler, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import check_groups, find_engine
 from minivlmrl.kernels.backend import to_device
+from minivlmrl.load_extra import load_extra
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -45,9 +44,7 @@ REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model 
 
 
 def reward_models():
-    module = "minivlmrl.extras.reward_model"
-    check_extras(module, "the reward reward_model")
-    return import_module(module)
+    return load_extra("minivlmrl.extras.reward_model", "the reward reward_model")
 
 
 class RolloutTrainer(Trainer):

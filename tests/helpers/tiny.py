@@ -8,11 +8,10 @@ import torch
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.extras.families.sections import ExpertsConfig, RecurrentConfig
 from minivlmrl.model import packing
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.families.registry import find_family
 from minivlmrl.tasks import shapes
 
 # a model's config.json for whole runs, as small as the architecture allows
@@ -89,27 +88,29 @@ VISION_END = 291
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
     """Return the config of a small model with small windows, because an image within one window would hide mistakes."""
-    family = FAMILIES[model_type]
+    family = find_family(model_type)
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
         own = {"intermediate_size": 64}
     elif model_type in ("qwen3_vl", "qwen3_vl_moe"):
-        text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
+        text = {"head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, "patch_size": 14}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
     elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer attends
-        text = {**family.text, **LAYERS, "recurrent": RecurrentConfig(**RECURRENT), "mrope_section": (2, 1, 1)}
+        text = {**LAYERS, **RECURRENT, "mrope_section": (2, 1, 1)}
         own = {"intermediate_size": 64, "patch_size": 14, "num_position_embeddings": 36}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
     if model_type == "qwen3_vl_moe":
-        text["experts"] = ExpertsConfig(**EXPERTS, mlp_only_layers=[1])
+        text |= {**EXPERTS, "mlp_only_layers": [1]}
     elif model_type == "qwen3_5_moe":
-        text["experts"] = ExpertsConfig(**EXPERTS, shared_expert_intermediate_size=20)
-    vision = family.vision_config(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
-    return ModelConfig(
+        text |= {**EXPERTS, "shared_expert_intermediate_size": 20}
+    vision = family.vision_config_type(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
+    if model_type != "qwen3_5_moe":  # which has no dense MLP
+        text["intermediate_size"] = 96
+    return family.config_type(
         model_type=model_type,
-        **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96} | text,
+        **{"vocab_size": 300, "hidden_size": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6} | text,
         num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=tied, image_token_id=IMAGE,
         video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, bos_token_id=1,
@@ -148,7 +149,7 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
 
 
 def model_of(config: ModelConfig, seed: int = 0) -> VisionLanguageModel:
-    return telling_weights(FAMILIES[config.model_type].model(config), seed)
+    return telling_weights(find_family(config.model_type).build_model(config), seed)
 
 
 def model(

@@ -18,7 +18,7 @@ from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
-from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.families.registry import FAMILIES, find_family
 from minivlmrl.model.lora import inject_adapters
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
@@ -54,7 +54,7 @@ def processor():
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
     """Linear layers keep the standard deviation of inputs, and all layers of a residual stream add as much as one."""
-    model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
+    model = find_family(model_type).build_model(tiny.config(layers=3, model_type=model_type))
     build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
     for name, module in model.named_modules():

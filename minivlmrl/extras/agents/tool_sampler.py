@@ -215,7 +215,7 @@ class AnswerAttention(DecodeAttention):
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
         self.decoding = decoding
-        self.recurrent_state = decoding.recurrent_state
+        self.layer_states = decoding.layer_states
         self.answer_spans = []
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt

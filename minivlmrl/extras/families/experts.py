@@ -1,43 +1,69 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
 For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so that
-LoRA, NF4 and FSDP need no code for experts. Weight files have two tensors with all experts of a layer: `split_experts`
-splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
+LoRA, NF4 and FSDP need no code for experts. Weight files have two tensors with all experts of a layer: `split_tensors`
+splits them when a model is loaded, and `stack_tensors` stacks them when a model is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.extras.families.sections import ExpertsConfig
+from minivlmrl.errors import check_field
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
+from minivlmrl.model.families.base import Family
 from minivlmrl.model.plain_weights import Weight
 from minivlmrl.model.vision import MLP
+
+NumExperts = Annotated[int, "[1, 1e6]"]
+
+
+@dataclass
+class ExpertsConfig(ModelConfig):
+    """Decoder config with the sizes of a mixture of experts, which each family overrides with its own defaults."""
+
+    num_experts: NumExperts = 1  # E
+    num_experts_per_tok: NumExperts = 1  # k
+    moe_intermediate_size: NumExperts = 1
+    # width of the shared expert, which processes all tokens; None without a shared expert
+    shared_expert_intermediate_size: ClassVar[int | None] = None
+
+    def __post_init__(self):
+        chosen = self.num_experts_per_tok
+        expected = f"num_experts ({self.num_experts}) or less"
+        check_field(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
+
+    def has_experts(self, index: int) -> bool:
+        """Return True if decoder layer `index` has experts in place of an MLP."""
+        return True
 
 
 class Experts(nn.Module):
     """MoE layer with k routed experts per token; Qwen3.5 adds a gated shared expert."""
 
-    def __init__(self, width: int, sizes: ExpertsConfig, index: int):
+    def __init__(self, config: ExpertsConfig, index: int):
         super().__init__()
         self.index = index
-        self.top_k = sizes.num_experts_per_tok
-        self.gate = nn.Linear(width, sizes.num_experts, bias=False)
+        self.top_k = config.num_experts_per_tok
+        width = config.hidden_size
+        self.gate = nn.Linear(width, config.num_experts, bias=False)
         self.experts = nn.ModuleList(
-            MLP(width, sizes.moe_intermediate_size, bias=False) for _ in range(sizes.num_experts)
+            MLP(width, config.moe_intermediate_size, bias=False) for _ in range(config.num_experts)
         )
         self.shared_expert = None
-        if sizes.shared_expert_intermediate_size:
-            self.shared_expert = MLP(width, sizes.shared_expert_intermediate_size, bias=False)
+        if config.shared_expert_intermediate_size:
+            self.shared_expert = MLP(width, config.shared_expert_intermediate_size, bias=False)
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
@@ -89,48 +115,14 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return probabilities, probabilities.topk(top_k, dim=-1).indices
 
 
-def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Replace the MLP of a decoder layer by a mixture of experts, if config.json says that the layer has experts."""
-    if config.experts is not None and config.experts.has_experts(index):
-        layer.mlp = Experts(config.hidden_size, config.experts, index)
+def place_experts(layer: DecoderLayer, config: ExpertsConfig, index: int):
+    """Replace the MLP of a decoder layer with a mixture of experts, if config.json says that the layer has experts."""
+    if config.has_experts(index):
+        layer.mlp = Experts(config, index)
 
 
 # a weight file stores gate_proj and up_proj of all experts as one tensor, gate_up_proj
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
-
-
-def split_experts(
-    tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file, and split each tensor of all experts into the experts' own weights.
-
-    Args:
-        transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
-    Raises:
-        ValueError: a stacked tensor's shape does not match config.json.
-    """
-    for name, tensor in tensors:
-        layer_name, _, kind = name.rpartition(".")
-        if config.experts is None or kind not in FUSED:
-            yield name, tensor
-            continue
-        parts = FUSED[kind]
-        E = config.experts.num_experts
-        size = config.experts.moe_intermediate_size
-        shape = (E, 2 * size, config.hidden_size)
-        if kind == "down_proj":
-            shape = (E, config.hidden_size, size)
-        if transposed and tensor.shape != shape:
-            tensor = tensor.mT
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of config.json have "
-                f"{shape}. Check that no expert is missing or transposed. Use the config.json that belongs to this "
-                "folder, or save the model again with save_pretrained."
-            )
-        for index, expert in enumerate(tensor):
-            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
-                yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
 
 
 @dataclass
@@ -146,23 +138,74 @@ class StackedExperts:
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
-def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts by stacked weights of all experts, in place."""
-    if config.experts is None:
-        return
-    for name in list(weights):
-        layer_name, first, _ = name.partition(".0.down_proj")
-        if not first or not layer_name.endswith(".mlp.experts"):
-            continue
-        for kind, parts in FUSED.items():
-            experts = []
-            for i in range(config.experts.num_experts):
-                experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
-            weights[f"{layer_name}.{kind}"] = StackedExperts(experts, transposed)
+class ExpertsFamily(Family):
+    """Base class of the families with mixtures of experts."""
 
+    transposed: ClassVar[bool]  # whether files may have transposed stacks of experts, as Qwen3-VL-MoE on the hub
 
-def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Make the MoE layers of a sharded model add up each expert's token count over all ranks."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.forward = partial(module.forward, sum_over_ranks=sum_counts)
+    # with adapter.target=experts, experts and routers get adapters
+    adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
+        "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
+    }
+    not_quantized = (".mlp.gate",)  # the routers
+    in_cuda_graphs = False  # the number of tokens of an expert varies
+    in_vllm = False
+
+    def read_text(self, text: dict) -> dict:
+        """Accept num_local_experts, which transformers 5 writes in place of num_experts."""
+        text = dict(text)
+        count = text.pop("num_local_experts", None)
+        if text.get("num_experts") is None:
+            text["num_experts"] = count
+        return text
+
+    def split_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], config: ExpertsConfig, file: Path
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a weight file, and split each tensor of all experts into the experts' own weights.
+
+        Raises:
+            ValueError: a stacked tensor's shape does not match config.json.
+        """
+        for name, tensor in tensors:
+            layer_name, _, kind = name.rpartition(".")
+            if kind not in FUSED:
+                yield name, tensor
+                continue
+            parts = FUSED[kind]
+            E = config.num_experts
+            size = config.moe_intermediate_size
+            shape = (E, 2 * size, config.hidden_size)
+            if kind == "down_proj":
+                shape = (E, config.hidden_size, size)
+            if self.transposed and tensor.shape != shape:
+                tensor = tensor.mT
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of config.json "
+                    f"have {shape}. Check that no expert is missing or transposed. Use the config.json that belongs to "
+                    "this folder, or save the model again with save_pretrained."
+                )
+            for index, expert in enumerate(tensor):
+                for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                    yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
+
+    def stack_tensors(self, weights: dict[str, Weight], config: ExpertsConfig):
+        for name in list(weights):
+            layer_name, first, _ = name.partition(".0.down_proj")
+            if not first or not layer_name.endswith(".mlp.experts"):
+                continue
+            for kind, parts in FUSED.items():
+                experts = []
+                for i in range(config.num_experts):
+                    experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
+                weights[f"{layer_name}.{kind}"] = StackedExperts(experts, self.transposed)
+
+    def uses_every_parameter(self, config: ExpertsConfig, index: int) -> bool:
+        return not config.has_experts(index)
+
+    def share_counts(self, model: nn.Module, sum_counts: Callable):
+        """Make the MoE layers of a sharded model add up each expert's token count over all ranks."""
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.forward = partial(module.forward, sum_over_ranks=sum_counts)

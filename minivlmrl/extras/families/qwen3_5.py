@@ -11,22 +11,70 @@ Source: the paper Gated Delta Networks (arXiv 2412.06464), and modeling_qwen3_5.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.extras.families import qwen3_vl
+from minivlmrl.errors import check_field
 from minivlmrl.extras.families.gated_delta_rule import gated_delta_rule
-from minivlmrl.extras.families.sections import RecurrentConfig
+from minivlmrl.extras.families.qwen3_vl import Qwen3VisionConfig, Qwen3VL, Qwen3VLConfig
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import DecoderLayer, SelfAttention, VisionLanguageModel
+from minivlmrl.model.config import ModelConfig, Size, TokenId
+from minivlmrl.model.decoder import DecoderLayer, SelfAttention
 from minivlmrl.model.rope import apply_rotary
+
+
+@dataclass
+class Qwen3_5Config(Qwen3VLConfig):
+    """Decoder config of Qwen3.5, with transformers' defaults for keys that config.json omits."""
+
+    rope_theta: Annotated[float, "(0, inf)"] = 1e4
+    mrope_section: tuple[TokenId, TokenId, TokenId] = (11, 11, 10)
+    head_dim: Size = 256
+    # fraction of head_dim that is rotated
+    partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
+    # distance between layers with attention
+    full_attention_interval: Size = 4
+    # type of each decoder layer; () derives the types from full_attention_interval
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
+    # sizes of the recurrent layers
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_conv_kernel_dim: Annotated[int, ">= 2"] = 4  # convolution kernel size, in tokens
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    image_token_id: TokenId = 248056
+    video_token_id: TokenId = 248057
+    vision_start_token_id: TokenId = 248053
+    vision_end_token_id: TokenId = 248054
+
+    def __post_init__(self):
+        if not self.layer_types:
+            self.layer_types = tuple(
+                "linear_attention" if (i + 1) % self.full_attention_interval else "full_attention"
+                for i in range(self.num_hidden_layers)
+            )
+        types = list(self.layer_types)
+        check_field(
+            len(types) == self.num_hidden_layers and "full_attention" in types,
+            "layer_types",
+            types,
+            f"a list of {self.num_hidden_layers} layer types with at least one full_attention",
+        )
+        num_values, num_keys = self.linear_num_value_heads, self.linear_num_key_heads
+        name = "linear_num_key_heads"
+        check_field(num_values % num_keys == 0, name, num_keys, f"a divisor of linear_num_value_heads ({num_values})")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 class CentredRMSNorm(nn.RMSNorm):
@@ -48,10 +96,10 @@ class Layer(DecoderLayer):
     # The base class creates no attention, because __init__ chooses between GatedAttention and GatedDeltaNet.
     attention_type = None
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: Qwen3_5Config, index: int):
         super().__init__(config, index)
-        if config.recurrent is not None and config.layer_types[index] == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, config.recurrent, index)
+        if config.layer_types[index] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config, index)
         else:  # only layers with attention have an entry in the KV cache
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
@@ -88,11 +136,6 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
-def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
-    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
-    return [layer.initial_state(rows) for layer in layers]
-
-
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet layer, whose recurrent state is one (K, V) matrix per head.
 
@@ -101,11 +144,11 @@ class GatedDeltaNet(nn.Module):
 
     resets_itself = True  # build.initialize calls reset_parameters
 
-    def __init__(self, config: ModelConfig, sizes: RecurrentConfig, index: int):
+    def __init__(self, config: Qwen3_5Config, index: int):
         super().__init__()
         self.index = index
-        self.k_heads, self.v_heads = sizes.linear_num_key_heads, sizes.linear_num_value_heads
-        self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+        self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
         self.sizes = [key_width, key_width, value_width]  # total query, key and value widths
@@ -115,7 +158,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden_size, value_width, bias=False)
         self.in_proj_b = nn.Linear(hidden_size, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden_size, self.v_heads, bias=False)
-        taps = sizes.linear_conv_kernel_dim
+        taps = config.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(width, width, taps, groups=width, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
         self.A_log = nn.Parameter(torch.empty(self.v_heads))
@@ -183,9 +226,9 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     """Run a recurrent layer over a packed sequence, or over a decode step's new tokens.
 
     Args:
-        attention: an object with the prompt and completion layout, and with recurrent_state,
+        attention: an object with the prompt and completion layout, and with layer_states,
             which stores each layer's state.
-        index: layer index in attention.recurrent_state.
+        index: layer index in attention.layer_states.
         inputs: tensors (N, ...), `scan`'s inputs for all tokens.
         scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the tokens.
     Returns:
@@ -208,14 +251,14 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # store the states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
-        attention.recurrent_state[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
+        attention.layer_states[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
 
 def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
     results = []
     for rows, tokens in attention.spans:
-        state = [stored[rows] for stored in attention.recurrent_state[index]]
+        state = [stored[rows] for stored in attention.layer_states[index]]
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
@@ -224,58 +267,28 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
     return torch.cat(results)
 
 
-# defaults of transformers for the keys that config.json may omit
-LAYERS = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-}
-TEXT_DEFAULTS = {
-    **LAYERS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "mrope_section": [11, 11, 10],
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "image_token_id": 248056,
-    "video_token_id": 248057,
-    "vision_start_token_id": 248053,
-    "vision_end_token_id": 248054,
-}
-
-
-def write_config(config: dict) -> dict:
-    """Convert a ModelConfig's dictionary to the nested config.json that Qwen3.5 has on the Hugging Face hub."""
-    config = qwen3_vl.write_config(config)
-    text = config["text_config"]
-    text["layer_types"] = list(text["layer_types"])
-    text["rope_parameters"] = {
-        **text.pop("rope_scaling"),
-        "rope_theta": text.pop("rope_theta"),
-        "partial_rotary_factor": text.pop("partial_rotary_factor"),
+class Qwen3_5(Qwen3VL):
+    architecture = "Qwen3_5ForConditionalGeneration"
+    config_type = Qwen3_5Config
+    vision_config_type = Qwen3VisionConfig
+    layer_type = Layer
+    supported: ClassVar[dict[str, tuple]] = {
+        **Qwen3VL.supported,
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish", "silu"),
     }
-    return config
+    # Weights with the prefix mtp. belong to multi-token prediction, which minivlmrl does not use.
+    unused_prefixes = ("mtp.",)
+    in_vllm = False
 
-
-QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
-SPECS = {
-    "qwen3_5": replace(
-        QWEN3_VL,
-        architecture="Qwen3_5ForConditionalGeneration",
-        vision_config=qwen3_vl.Qwen3VisionConfig,
-        text=qwen3_vl.TEXT,
-        defaults=TEXT_DEFAULTS,
-        write=write_config,
-        # Weights with the prefix mtp. belong to multi-token prediction, which minivlmrl does not use.
-        unused_prefixes=("mtp.",),
-        sections={"recurrent": RecurrentConfig},
-        initial_states=initial_states,
-        in_vllm=False,
-        model=partial(QWEN3_VL.model, layer_type=Layer),
-    )
-}
+    def write_config(self, config: dict) -> dict:
+        """Convert a flat config to the nested config.json that Qwen3.5 has on the Hugging Face hub."""
+        config = super().write_config(config)
+        text = config["text_config"]
+        text["layer_types"] = list(text["layer_types"])
+        text["rope_parameters"] = {
+            **text.pop("rope_scaling"),
+            "rope_theta": text.pop("rope_theta"),
+            "partial_rotary_factor": text.pop("partial_rotary_factor"),
+        }
+        return config

@@ -1,85 +1,87 @@
 """The model families Qwen3-VL-MoE and Qwen3.5-MoE, whose decoder layers have mixtures of experts instead of MLPs."""
 
-import re
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
-from minivlmrl.extras.families import qwen3_5, qwen3_vl
-from minivlmrl.extras.families.experts import count_over_ranks, place_experts, split_experts, stack_experts
-from minivlmrl.extras.families.sections import ExpertsConfig
-from minivlmrl.model.config import ModelConfig
+from minivlmrl.errors import check_field
+from minivlmrl.extras.families.experts import ExpertsConfig, ExpertsFamily, NumExperts, place_experts
+from minivlmrl.extras.families.qwen3_5 import Layer, Qwen3_5, Qwen3_5Config
+from minivlmrl.extras.families.qwen3_vl import Qwen3VL, Qwen3VLConfig
+from minivlmrl.model.config import Size
 from minivlmrl.model.decoder import DecoderLayer
-from minivlmrl.model.families.registry import ModelSpec
 
-# keys of each model family's config.json that describe experts, with transformers' defaults
-QWEN3_VL = {
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
-QWEN3_5 = {
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
+
+@dataclass
+class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
+    """Decoder config of Qwen3-VL-MoE, with transformers' defaults for keys that config.json omits."""
+
+    head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
+    num_experts: NumExperts = 60
+    num_experts_per_tok: NumExperts = 4
+    moe_intermediate_size: NumExperts = 1408
+    # indices of decoder layers with a dense MLP instead of experts
+    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
+    decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.head_dim:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        size = self.moe_intermediate_size
+        check_field(
+            self.hidden_size not in (size, 2 * size),
+            "moe_intermediate_size",
+            size,
+            "neither hidden_size nor half of it, because then the shapes in a file would not show whether the experts "
+            "are transposed",
+        )
+
+    def has_experts(self, index: int) -> bool:
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass
+class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
+    """Decoder config of Qwen3.5-MoE, with transformers' defaults for keys that config.json omits."""
+
+    intermediate_size: ClassVar[int] = 1  # of dense MLPs, which no layer has
+    num_experts: NumExperts = 256
+    num_experts_per_tok: NumExperts = 8
+    moe_intermediate_size: NumExperts = 512
+    shared_expert_intermediate_size: NumExperts = 512
+
+    def __post_init__(self):
+        Qwen3_5Config.__post_init__(self)
+        ExpertsConfig.__post_init__(self)
 
 
 class ExpertsLayer(DecoderLayer):
     """Qwen3-VL-MoE decoder layer."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: Qwen3VLMoeConfig, index: int):
         super().__init__(config, index)
         place_experts(self, config, index)
 
 
-class RecurrentExpertsLayer(qwen3_5.Layer):
+class RecurrentExpertsLayer(Layer):
     """Qwen3.5-MoE decoder layer."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: Qwen3_5MoeConfig, index: int):
         super().__init__(config, index)
         place_experts(self, config, index)
 
 
-# regular expression for the layers that get adapters with adapter.target=experts: experts and routers
-ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
+class Qwen3VLMoe(ExpertsFamily, Qwen3VL):
+    architecture = "Qwen3VLMoeForConditionalGeneration"
+    config_type = Qwen3VLMoeConfig
+    layer_type = ExpertsLayer
+    supported: ClassVar[dict[str, tuple]] = {**Qwen3VL.supported, "norm_topk_prob": (True,)}
+    transposed = True
 
 
-def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
-    """Copy the ModelSpec of a model family with dense MLPs, and replace the MLPs by experts."""
-    return replace(
-        spec,
-        sections={**spec.sections, "experts": ExpertsConfig},
-        transposed_experts=transposed,
-        split_tensors=partial(split_experts, transposed=transposed),
-        stack_tensors=partial(stack_experts, transposed=transposed),
-        count_over_ranks=count_over_ranks,
-        adapter_targets={"experts": ROUTED},
-        not_quantized=(".mlp.gate",),
-        in_vllm=False,
-        **changes,
-    )
-
-
-DENSE_QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
-DENSE_QWEN3_5 = qwen3_5.SPECS["qwen3_5"]
-SPECS = {
-    "qwen3_vl_moe": with_experts(
-        DENSE_QWEN3_VL,
-        transposed=True,
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
-        experts=QWEN3_VL,
-        model=partial(DENSE_QWEN3_VL.model, layer_type=ExpertsLayer),
-    ),
-    "qwen3_5_moe": with_experts(
-        DENSE_QWEN3_5,
-        transposed=False,
-        architecture="Qwen3_5MoeForConditionalGeneration",
-        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # not used by any layer
-        experts=QWEN3_5,
-        model=partial(DENSE_QWEN3_VL.model, layer_type=RecurrentExpertsLayer),
-    ),
-}
+class Qwen3_5Moe(ExpertsFamily, Qwen3_5):
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    config_type = Qwen3_5MoeConfig
+    layer_type = RecurrentExpertsLayer
+    supported: ClassVar[dict[str, tuple]] = {**Qwen3_5.supported, "norm_topk_prob": (True,)}
+    transposed = False

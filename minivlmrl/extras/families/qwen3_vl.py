@@ -1,8 +1,8 @@
-"""Qwen3-VL's vision tower, and functions that parse its configuration files.
+"""The family Qwen3-VL: its vision tower, its preprocessing of videos and its configuration files.
 
-Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embedding, and no window attention. DeepStack
-merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first decoder layers.
-Qwen3-VL's decoder (decoder.py) has normalised queries and keys, no biases, and interleaved M-RoPE.
+Qwen3-VL's tower has learned position embeddings in addition to the 2-D rotary embedding, and no window attention.
+DeepStack merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first
+decoder layers. Qwen3-VL's decoder (decoder.py) has normalized queries and keys, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source of the tower: the
 Qwen3-VL report, and modeling_qwen3_vl.py in transformers.
@@ -11,7 +11,7 @@ Qwen3-VL report, and modeling_qwen3_vl.py in transformers.
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,23 @@ from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
-from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
+from minivlmrl.model.config import Depth, ModelConfig, Size, TokenId, VisionConfig
+from minivlmrl.model.families.base import Family
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
+
+
+@dataclass
+class Qwen3VLConfig(ModelConfig):
+    """Decoder config of Qwen3-VL, with transformers' defaults for keys that config.json omits."""
+
+    rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
+    rope_theta: Annotated[float, "(0, inf)"] = 5e5
+    mrope_section: tuple[TokenId, TokenId, TokenId] = (24, 20, 20)
+    head_dim: Size = 128
+
+    attention_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+    mrope_interleaved: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -150,37 +163,11 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# values that all Qwen3 decoders share, and transformers' defaults for keys that config.json may omit
-TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
-TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
 # keys that Qwen3-VL's config.json has at the top level, and not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
 )  # fmt: skip
-# defaults for preprocessor_config.json; an image has 64 to 16,384 tokens with 32 x 32 pixels each
-IMAGES = {
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "patch_size": 16,
-    "size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32},
-}
-
-
-def write_config(config: dict) -> dict:
-    """Convert a flat config to the layout with text_config that config.json has in transformers since 4.57."""
-    text = dict(config)
-    mrope_section = text.pop("rope_scaling")["mrope_section"]
-    vision = dict(text.pop("vision_config"))
-    vision["in_channels"] = vision.pop("in_chans")
-    del vision["spatial_patch_size"]
-    top_level = {name: text.pop(name) for name in TOP_LEVEL}
-    text["tie_word_embeddings"] = top_level["tie_word_embeddings"]
-    text["eos_token_id"] = top_level["eos_token_id"]
-    text["model_type"] = f"{config['model_type']}_text"
-    text["attention_bias"] = False
-    text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": mrope_section}
-    return {**top_level, "text_config": text, "vision_config": vision}
 
 
 @dataclass
@@ -262,53 +249,68 @@ class Videos:
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
-def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
-    """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings."""
-    for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
-        value = settings.get(name)
-        same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
-        check_field(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
-    videos = build(Videos, settings.get("size") or {}, where, "size.", json=True)
-    with error_context(where):
-        return replace(videos, sampling=read_sampling(settings))
-
-
-def write_videos(images: ImageProcessor, options: dict) -> dict:
-    """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
-
-    A recipe limits the pixels of a frame, and the file limits the pixels of a whole video. So the recipe's limits are
-    multiplied by the largest number of frames.
-    """
-    videos = images.videos
-    if not isinstance(videos, Videos):
-        return {}
-    sampling = {name: options[name] for name in SAMPLING if name in options} or videos.sampling
-    num_frames = sampling.get("nframes", sampling.get("max_frames", 768))
-    low, high = area_bounds(images, options, (0, videos.longest_edge))
-    high = min(high * num_frames, options.get("total_pixels", videos.longest_edge))
-    low = min(low * num_frames or videos.shortest_edge, high)
-    return {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": {"shortest_edge": low, "longest_edge": high},
-        **patch_settings(images),
-        **write_sampling(sampling),
+class Qwen3VL(Family):
+    architecture = "Qwen3VLForConditionalGeneration"
+    config_type = Qwen3VLConfig
+    vision_config_type = DeepStackVisionConfig
+    vision_hidden_act = "gelu_pytorch_tanh"
+    files_have_module_names = True
+    default_system = False
+    # an image has 64 to 16,384 tokens with 32 x 32 pixels each
+    images: ClassVar[dict[str, Any]] = {
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "patch_size": 16,
+        "size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32},
     }
+    box_space = "thousandths"
 
+    def build_tower(self, config: VisionConfig) -> Qwen3VisionTransformer:
+        assert isinstance(config, Qwen3VisionConfig)
+        return Qwen3VisionTransformer(config)
 
-SPECS = {
-    "qwen3_vl": ModelSpec(
-        architecture="Qwen3VLForConditionalGeneration",
-        vision_config=DeepStackVisionConfig,
-        text={**TEXT, **ALL_ATTEND},
-        defaults=TEXT_DEFAULTS,
-        hidden_act="gelu_pytorch_tanh",
-        write=write_config,
-        files_have_module_names=True,
-        model=partial(VisionLanguageModel, tower=Qwen3VisionTransformer),
-        default_system=False,
-        images=IMAGES,
-        read_videos=read_videos,
-        write_videos=write_videos,
-        box_space="thousandths",
-    )
-}
+    def write_config(self, config: dict) -> dict:
+        """Convert a flat config to the layout with text_config that config.json has in transformers since 4.57."""
+        text = dict(config)
+        mrope_section = text.pop("rope_scaling")["mrope_section"]
+        vision = dict(text.pop("vision_config"))
+        vision["in_channels"] = vision.pop("in_chans")
+        del vision["spatial_patch_size"]
+        top_level = {name: text.pop(name) for name in TOP_LEVEL}
+        text["tie_word_embeddings"] = top_level["tie_word_embeddings"]
+        text["eos_token_id"] = top_level["eos_token_id"]
+        text["model_type"] = f"{config['model_type']}_text"
+        text["attention_bias"] = False
+        text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": mrope_section}
+        return {**top_level, "text_config": text, "vision_config": vision}
+
+    def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
+        """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings."""
+        for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
+            value = settings.get(name)
+            same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
+            check_field(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
+        videos = build(Videos, settings.get("size") or {}, where, "size.", json=True)
+        with error_context(where):
+            return replace(videos, sampling=read_sampling(settings))
+
+    def write_videos(self, images: ImageProcessor, options: dict) -> dict:
+        """Return the content of video_preprocessor_config.json; `options` is the recipe's section data.video.
+
+        A recipe limits the pixels of a frame, and the file limits the pixels of a whole video. So the recipe's limits
+        are multiplied by the largest number of frames.
+        """
+        videos = images.videos
+        if not isinstance(videos, Videos):
+            return {}
+        sampling = {name: options[name] for name in SAMPLING if name in options} or videos.sampling
+        num_frames = sampling.get("nframes", sampling.get("max_frames", 768))
+        low, high = area_bounds(images, options, (0, videos.longest_edge))
+        high = min(high * num_frames, options.get("total_pixels", videos.longest_edge))
+        low = min(low * num_frames or videos.shortest_edge, high)
+        return {
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": {"shortest_edge": low, "longest_edge": high},
+            **patch_settings(images),
+            **write_sampling(sampling),
+        }

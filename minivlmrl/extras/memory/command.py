@@ -39,7 +39,7 @@ from minivlmrl.extras.memory.estimate import (
     persistent_items,
     sampling_batch,
 )
-from minivlmrl.extras.memory.flops import CARDS, Card, find_card, flops_by_input
+from minivlmrl.extras.memory.flops import CARDS, Card, active_share, find_card, flops_by_input
 from minivlmrl.extras.memory.memory_check import measure_datasets, refusal, written_bytes
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
@@ -91,10 +91,10 @@ def main(arguments: list[str]):
 
 
 def parameters_text(costs: MemoryEstimator) -> str:
-    text, experts = f"{costs.parameters:,} parameters", costs.config.experts
-    if experts is not None:
-        idle_share = 1 - experts.num_experts_per_tok / experts.num_experts
-        routed = sum(p.numel() for name, p in costs.model.named_parameters() if ".mlp.experts." in name)
+    text = f"{costs.parameters:,} parameters"
+    routed = sum(p.numel() for name, p in costs.model.named_parameters() if ".mlp.experts." in name)
+    if routed:
+        idle_share = 1 - active_share(costs.config)
         text += f", {costs.parameters - round(idle_share * routed):,} active per token"
     return text
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
 import torch
@@ -35,7 +35,7 @@ from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import FAMILIES, family_of
+from minivlmrl.model.families.registry import find_family
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
@@ -118,6 +118,13 @@ def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) 
     return pack(prompts, completions, config, "meta")
 
 
+@runtime_checkable
+class HasState(Protocol):
+    """Interface of layers that store a state in place of keys and values."""
+
+    def initial_state(self, rows: Tensor) -> list[Tensor]: ...
+
+
 class TrainedModels(nn.Module):
     """The models that a stage trains: the policy, and PPO's critic if the critic is a separate model."""
 
@@ -142,7 +149,7 @@ class MemoryEstimator:
         self.before_ampere = before_ampere
         with torch.device("meta"):
             self.config = config
-            self.model = FAMILIES[config.model_type].model(config)
+            self.model = find_family(config.model_type).build_model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     @classmethod
@@ -219,7 +226,8 @@ class MemoryEstimator:
         All completions of a prompt share the cached keys and values of the prompt.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        layer_states = family_of(self.model).initial_states(self.model, rows)
+        modules = self.model.modules()
+        layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
         recurrent_bytes = sum(map(bytes_of, layer_states))
         num_attending = len(self.model.model.layers) - len(layer_states)
         prompt_tokens = work.text_tokens + work.image_tokens

@@ -6,12 +6,20 @@ activation functions and activation checkpointing are not counted.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.plain_weights import PackedLinear
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """Interface of the configs of mixtures of experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
 
 
 class Card(NamedTuple):
@@ -98,6 +106,12 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
                     yield name, parameter.numel(), parameter.requires_grad
 
 
+def active_share(config: ModelConfig) -> float:
+    """Return the share of a layer's experts that compute one token."""
+    assert isinstance(config, HasExperts)
+    return config.num_experts_per_tok / config.num_experts
+
+
 def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
     """Return the FLOPs of an image patch, a merged patch and a token, and the extra FLOPs of a token with logits.
 
@@ -117,8 +131,8 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
             kind = "merged" if "merger" in name else "patches"
         elif "lm_head" in name or f"layers.{config.num_hidden_layers - 1}.mlp" in name:
             kind = "scored"  # the last MLP only computes the tokens whose logits are needed
-        if ".experts." in name and config.experts is not None:
-            size *= config.experts.num_experts_per_tok / config.experts.num_experts
+        if ".experts." in name:
+            size *= active_share(config)
         passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
         flops[kind] += 2 * size * (1 + backward * (passes_back + trained))
     return flops

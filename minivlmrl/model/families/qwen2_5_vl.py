@@ -1,11 +1,11 @@
-"""The config of Qwen2.5-VL's vision tower, which is defined in model/vision.py."""
+"""The family Qwen2.5-VL, whose vision tower is defined in model/vision.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from minivlmrl.errors import check_field
 from minivlmrl.model.config import Size, TokenId, VisionConfig
-from minivlmrl.model.families.registry import ModelSpec
+from minivlmrl.model.families.base import Family
 
 
 @dataclass(frozen=True)
@@ -23,4 +23,6 @@ class Qwen2_5VisionConfig(VisionConfig):
             check_field(self.window_size >= token_side, "window_size", self.window_size, f"{token_side} or more")
 
 
-SPECS = {"qwen2_5_vl": ModelSpec("Qwen2_5_VLForConditionalGeneration", vision_config=Qwen2_5VisionConfig)}
+class Qwen2_5VL(Family):
+    architecture = "Qwen2_5_VLForConditionalGeneration"
+    vision_config_type = Qwen2_5VisionConfig

@@ -1,7 +1,6 @@
-"""The MLP in Qwen2-VL's vision tower, and functions that convert Qwen2-VL's config.json."""
+"""The family Qwen2-VL: the MLP in its vision tower, and the names in its config.json."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
 from minivlmrl.model.config import VisionConfig
-from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import ModelSpec
+from minivlmrl.model.families.base import Family
 from minivlmrl.model.vision import VisionTransformer
 
 
@@ -36,36 +34,28 @@ class Tower:
     hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size in VisionConfig
 
 
-def read_vision(vision: dict, where: str) -> dict:
-    """Convert Qwen2-VL's vision_config to VisionConfig's field names."""
-    tower = build(Tower, vision, where, "vision_config.", json=True)
-    others = {name: value for name, value in vision.items() if name not in vars(tower)}
-    return others | {
-        "hidden_size": tower.embed_dim,
-        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
-        "out_hidden_size": tower.hidden_size,
-    }
+class Qwen2VL(Family):
+    architecture = "Qwen2VLForConditionalGeneration"
+    vision_hidden_act = "quick_gelu"
+    box_space = "thousandths"
 
+    def build_tower(self, config: VisionConfig) -> VisionTransformer:
+        return VisionTransformer(config, mlp=QuickGELUMLP)
 
-def write_config(config: dict) -> dict:
-    """Convert VisionConfig's field names in a config to those of Qwen2-VL's config.json."""
-    vision = dict(config["vision_config"])
-    width = vision["hidden_size"]
-    mlp_ratio = vision.pop("intermediate_size") / width
-    vision["hidden_size"] = vision.pop("out_hidden_size")
-    vision["embed_dim"] = width
-    vision["mlp_ratio"] = int(mlp_ratio) if mlp_ratio.is_integer() else mlp_ratio
-    return config | {"vision_config": vision}
+    def read_vision(self, vision: dict, where: str) -> dict:
+        tower = build(Tower, vision, where, "vision_config.", json=True)
+        others = {name: value for name, value in vision.items() if name not in vars(tower)}
+        return others | {
+            "hidden_size": tower.embed_dim,
+            "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
+            "out_hidden_size": tower.hidden_size,
+        }
 
-
-SPECS = {
-    "qwen2_vl": ModelSpec(
-        architecture="Qwen2VLForConditionalGeneration",
-        vision_config=VisionConfig,
-        hidden_act="quick_gelu",
-        model=partial(VisionLanguageModel, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
-        read_vision=read_vision,
-        write=write_config,
-        box_space="thousandths",
-    )
-}
+    def write_config(self, config: dict) -> dict:
+        vision = dict(config["vision_config"])
+        width = vision["hidden_size"]
+        mlp_ratio = vision.pop("intermediate_size") / width
+        vision["hidden_size"] = vision.pop("out_hidden_size")
+        vision["embed_dim"] = width
+        vision["mlp_ratio"] = int(mlp_ratio) if mlp_ratio.is_integer() else mlp_ratio
+        return config | {"vision_config": vision}

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.extras.families.experts import Experts, split_experts
+from minivlmrl.extras.families.experts import Experts
 from minivlmrl.extras.memory.command import parameters_text
 from minivlmrl.extras.memory.estimate import MemoryEstimator
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import hub_name
+from minivlmrl.model.families.registry import find_family, hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4Linear
@@ -95,7 +95,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
         for loss in losses:
             loss.backward()
         gradients = ((hub_name(name), p.grad) for name, p in theirs.named_parameters())
-        gradients = dict(split_experts(gradients, ours.config, "theirs", transposed=False))
+        gradients = dict(find_family("qwen3_5_moe").split_tensors(gradients, ours.config, "theirs"))
         largest = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
         for name, p in ours.named_parameters():
             found = torch.zeros_like(p) if p.grad is None else p.grad
@@ -170,7 +170,7 @@ def test_an_expert_without_tokens_is_not_changed():
     config = tiny.config(model_type="qwen3_5_moe")
     for make in (torch.optim.AdamW, AdamW8bit):
         torch.manual_seed(0)
-        block = Experts(config.hidden_size, config.experts, 0)
+        block = Experts(config, 0)
         with torch.no_grad():
             block.gate.weight[3] = -block.gate.weight[0]  # expert 3 is selected only if expert 0 is not
         # one token, which does not select expert 3

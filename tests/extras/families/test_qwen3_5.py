@@ -18,7 +18,7 @@ from minivlmrl.model import config_json
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.families.registry import find_family
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
@@ -35,7 +35,7 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):
-        model = FAMILIES["qwen3_5"].model(config_json.from_dict(real_config(size)))
+        model = find_family("qwen3_5").build_model(config_json.from_dict(real_config(size)))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
     expected = {qwen3_vl_name(name): p.shape for name, p in theirs.named_parameters()}
@@ -133,11 +133,11 @@ def test_recurrent_states_take_the_estimated_memory():
             _, attention = prefill(model, packing, owner, work.completion_tokens, Decode())
             before = GroupAttention(packing.layout, keep_keys=True)
             model(packing, before)
-        held = [x for cache in (attention, before) for layer in cache.recurrent_state.values() for x in layer]
+        held = [x for cache in (attention, before) for layer in cache.layer_states.values() for x in layer]
         held += [x for layer in (*attention.prompt_kv, *attention.row_kv) for x in layer]
         sizes.append(sum(x.nbytes for x in held))
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
-        assert len(attention.row_kv) == 1 and len(attention.recurrent_state) == 2
+        assert len(attention.row_kv) == 1 and len(attention.layer_states) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
 
@@ -152,7 +152,7 @@ def test_states_are_float32_or_wider(dtype):
     attention = GroupAttention(packing.layout, keep_keys=True)
     with torch.no_grad():
         model(packing, attention)
-    assert {x.dtype for x in attention.recurrent_state[0]} == {dtype, torch.float32}
+    assert {x.dtype for x in attention.layer_states[0]} == {dtype, torch.float32}
     [found] = sample_completions(model, rows[:1], 12)
     with torch.no_grad():
         logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))

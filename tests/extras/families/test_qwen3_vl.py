@@ -25,7 +25,6 @@ from minivlmrl.model import config_json
 from minivlmrl.model.build import default_template, random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.runs import write_lines
@@ -36,6 +35,8 @@ from tests.record.record_vision import digest, film_cases, film_size_cases, nois
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
 from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+FAMILY = qwen3_vl.Qwen3VL()
 
 
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
@@ -132,7 +133,7 @@ def test_chat_templates_render_like_transformers(published, name, talk):
 
 
 def read_images(settings, where, *bounds):
-    return read_image_processor(qwen3_vl.IMAGES | settings, where, *bounds)
+    return read_image_processor(FAMILY.images | settings, where, *bounds)
 
 
 # values in Qwen3-VL's preprocessor_config.json
@@ -182,7 +183,7 @@ def video_processor(**videos) -> Processor:
     """Return a processor with default settings, which resizes images as torchvision does."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
-    return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
+    return Processor(shapes.tokenizer(), images, default_template(FAMILY))
 
 
 def test_sampled_frames_of_a_file_match_transformers():
@@ -228,7 +229,7 @@ def their_processor(tmp_path_factory, oracle):
     images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
         **{name: PUBLISHED[name] for name in ("patch_size", "size", "image_mean", "image_std")}
     )
-    template = default_template(FAMILIES["qwen3_vl"]).text
+    template = default_template(FAMILY).text
     return oracle.their_processor(Qwen3VLProcessor, folder, tokenizer, template, images, Told())
 
 
@@ -344,12 +345,12 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
 ], ids=str)  # fmt: skip
 def test_options_for_videos_are_saved_and_read(options, size):
     images = ImageProcessor(patch_size=16, videos=qwen3_vl.Videos())
-    written = qwen3_vl.write_videos(images, options)
+    written = FAMILY.write_videos(images, options)
     assert (written["size"]["shortest_edge"], written["size"]["longest_edge"]) == size
-    videos = qwen3_vl.read_videos(written, "", images)
+    videos = FAMILY.read_videos(written, "", images)
     sampling = {name: options[name] for name in options.keys() & {"fps", "nframes", "max_frames"}}
     assert videos.sampling == sampling
-    again = qwen3_vl.write_videos(replace(images, videos=videos), {})
+    again = FAMILY.write_videos(replace(images, videos=videos), {})
     assert again == written
 
 
@@ -360,5 +361,5 @@ def test_options_for_videos_are_saved_and_read(options, size):
 ])  # fmt: skip
 def test_unsupported_video_settings_are_refused(said, needed):
     with pytest.raises(ValueError) as error:
-        qwen3_vl.read_videos(said, "FOLDER/file.json", read_images({}, ""))
+        FAMILY.read_videos(said, "FOLDER/file.json", read_images({}, ""))
     assert str(error.value).startswith(f"FOLDER/file.json: {needed}")
