@@ -46,8 +46,6 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # dtypes that the kernels accept for their inputs; all kernels sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# lowest supported compute capability: that of the A100 (8.0), the first NVIDIA GPU with bfloat16
-CAPABILITY = (8, 0)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
 
@@ -118,10 +116,15 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
             f"the tensor is on the device {device}, which is not a GPU; to run Triton's "
             "interpreter on a CPU, set TRITON_INTERPRET=1 before Python starts"
         )
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
+    if is_before_ampere(device):
         name = torch.cuda.get_device_name(device)
         return f"the GPU {name} has a compute capability below 8.0"
     return _compiler_obstacle()
+
+
+def is_before_ampere(device: torch.device) -> bool:
+    """Return True for NVIDIA GPUs before the A100: their compute capability is below 8.0, and they lack bfloat16."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 @cache

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from minivlmrl.kernels.backend import is_before_ampere
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
 # On a CPU, separate matrix products are twice as fast as PyTorch's fused kernel up to 128 keys and head dimension 64.
@@ -114,11 +115,6 @@ class FlashOutput(NamedTuple):
     out: Tensor  # (S, H, L, D), the attention outputs, on a CPU at least in float32
     lse: Tensor  # (S, H, L), log-sum-exp over each query's scores, at least in float32
     state: tuple  # arguments for a GPU's backward pass: lengths and an unused random state
-
-
-def is_before_ampere(device: torch.device) -> bool:
-    """Return True for NVIDIA GPUs before Ampere: their fused attention supports float32, but not bfloat16."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -12,15 +12,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from minivlmrl.kernels.file_lock import lock_file
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds for one kernel check
@@ -50,7 +50,8 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
     if results is not None:
         return results
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_suffix(".lock")):
+    with path.with_suffix(".lock").open("a") as file:
+        lock_file(file, wait=True)
         results = load_results(path)  # another process may have stored them
         if results is None:
             results = check_kernels(device, kernels)
@@ -90,16 +91,6 @@ def load_results(path: Path) -> dict[str, float | str] | None:
     age = time.time() - path.stat().st_mtime
     is_complete = all(isinstance(result, float) for result in results.values())
     return results if is_complete or age < RETRY_AFTER else None
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        if find_spec("fcntl"):  # not on Windows
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:

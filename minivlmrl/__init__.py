@@ -2,12 +2,9 @@
 
 The names in `__all__` are the interface for use as a library, see docs/library.md. Each public name is imported only
 when it is used, so that `import minivlmrl` is fast and does not import torch.
-
-Importing minivlmrl sets environment variables for torch, except those that the user has set.
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,15 +41,6 @@ MODULES = {
     "ppo_loss": "minivlmrl.losses.ppo",
     "sft_loss": "minivlmrl.losses.sft",
 }
-
-# Threads of GNU OpenMP wait in a busy loop. With the default length of the loop, training was up to fifteen times
-# slower when other processes used the same cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# PyTorch's expandable segments avoid fragmentation of GPU memory if steps have different lengths. On WSL, the first
-# allocation with expandable segments could fail (pytorch issue 192330).
-in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
-if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def __getattr__(name: str):

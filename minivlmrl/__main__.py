@@ -4,6 +4,7 @@ import io
 import os
 import sys
 
+from minivlmrl.commands.process import set_up_process
 from minivlmrl.errors import did_you_mean, mistake
 from minivlmrl.load_extra import load_extra
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows encode only 256 characters
         sys.stdout.reconfigure(errors="replace")
+    set_up_process()  # before a command imports torch
     name = arguments[0] if arguments else "--help"
     try:
         if name not in COMMANDS:

@@ -5,7 +5,6 @@ import contextlib
 import io
 import os
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os.path import join
@@ -48,9 +47,6 @@ MAX_IMAGE_PIXELS = 178_956_970
 EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
-
-# Pillow's warning about large images is ignored in the whole process, because threads share warning filters.
-warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:

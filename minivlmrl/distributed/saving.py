@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import phase
-from minivlmrl.files import INDEX, INFERENCE_CONFIG, replacing, save_tensors
+from minivlmrl.files import INDEX, INFERENCE_CONFIG, ONE_FILE, replacing, save_tensors
 from minivlmrl.json_files import write_json
 from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensors, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -56,8 +55,10 @@ def save_model(
         unused = {}
         if merge:
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
+        sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
+        sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
         # Only rank 0 has the tensors `unused`, so the other ranks get the list of files from rank 0.
-        files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
+        files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)  # ranks other than 0 write nothing
 
@@ -67,12 +68,17 @@ def save_model(
             save_tensors(tensors, new_folder / file)
 
         def finish():
-            write_other_files(new_folder, model, processor, files if merge else None, write_adapter)
+            write_other_files(new_folder, model, processor, merge, write_adapter)
+            if len(files) > 1:
+                weight_map = {name: file for file, names in files.items() for name in names}
+                write_json(
+                    new_folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+                )
             if write_more_files is not None:
                 write_more_files(new_folder)
             saving.pop_all().close()  # replaces the old folder by the new folder
 
-        for file, names in files.filename_to_tensors.items():
+        for file, names in files.items():
             tensors = {}
             for name in names:
                 if name in weights:
@@ -93,32 +99,51 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
     return gather_adapter(model, base)
 
 
-def divide(
-    model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
-) -> StateDictSplit:
-    """Assign each tensor of a model folder to a weights file of at most max_shard_size bytes."""
-    shapes = {}
-    for name, weight in weights.items():
-        shape = on_meta(weight)
-        shapes[name] = shape.to(model.save_dtype or shape.dtype)
-    shapes |= {name: on_meta(tensor) for name, tensor in unused.items()}
-    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
+    """Return the bytes of a weight in a file, without gathering the weight."""
+    tensor = on_meta(weight)
+    return tensor.to(save_dtype or tensor.dtype).nbytes
+
+
+def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
+    """Assign each tensor of a model folder to a file, in the order of the tensors.
+
+    Example: if a file may have 10 bytes, tensors of 6, 12, 3, 2 and 5 bytes are in the files [12], [6, 3] and [2, 5].
+
+    Args:
+        sizes: bytes of each tensor.
+        max_shard_size: maximum bytes in a file; a larger tensor gets a file of its own.
+
+    Returns:
+        The names of the tensors in each file, {} if there are no tensors.
+    """
+    shards = []
+    shard = []
+    for name, size in sizes.items():
+        if size > max_shard_size:
+            shards.append([name])
+            continue
+        if sum(sizes[other] for other in shard) + size > max_shard_size:
+            shards.append(shard)
+            shard = []
+        shard.append(name)
+    shards += [shard] if shard else []
+    if len(shards) == 1:
+        return {ONE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
 
 
 def write_other_files(
     folder: Path,
     model: VisionLanguageModel,
     processor: Processor,
-    files: StateDictSplit | None,
+    merge: bool,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write config, processor and adapter into a model folder; if `files` is None, write only the adapter."""
+    """Write config, processor and adapter into a model folder; if `merge` is False, write only the adapter."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
-    if files is not None:
+    if merge:
         write_settings(folder, model, processor)
-        if files.is_sharded:
-            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            write_json(folder / INDEX, index)
     elif settings is not None:
         (folder / INFERENCE_CONFIG).write_bytes(settings)
     if write_adapter is not None:

@@ -3,10 +3,10 @@
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 from uuid import uuid4
+
+from minivlmrl.kernels.file_lock import lock_file
 
 NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems without locks
 
@@ -25,7 +25,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = closing.enter_context(path.open("a+b"))
             try:
-                _lock(file)
+                lock_file(file, wait=False)
             except BlockingIOError as error:
                 raise ValueError(
                     f"output_dir: another run is writing into {folder}. Wait until that run ends, or "
@@ -52,16 +52,3 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                 "an absolute path on a shared file system."
             )
         yield
-
-
-def _lock(file: IO):
-    """Lock an open file, or raise BlockingIOError if another process has locked the file."""
-    if find_spec("fcntl"):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    else:  # Windows
-        import msvcrt
-
-        # pyright's error is ignored, because on Linux pyright finds no functions in msvcrt
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]

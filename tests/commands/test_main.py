@@ -27,14 +27,16 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
     ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
 ])  # fmt: skip
 def test_environment_variables_of_torch_have_defaults(own, expected):
-    """Importing minivlmrl sets the environment variables of torch without importing torch."""
+    """Each command sets the environment variables of torch before torch is imported."""
     asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
     said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules]))"
     clean = {name: value for name, value in os.environ.items() if name not in asked}
     for kernel in ("6.8.0-generic", "6.6.87.2-microsoft-standard-WSL2"):
         names = f"types.SimpleNamespace(release='{kernel}')"
-        code = f"import json, os, sys, types; os.uname = lambda: {names}; import minivlmrl; {said}"
-        values, torch = json.loads(subprocess.check_output([sys.executable, "-c", code], env=clean | own))
+        code = f"import json, os, sys, types; os.uname = lambda: {names}; import minivlmrl.__main__ as start; "
+        code += f"start.main([]); {said}"
+        printed = subprocess.check_output([sys.executable, "-c", code], env=clean | own, text=True)
+        values, torch = json.loads(printed.splitlines()[-1])
         found = {name: value for name, value in values.items() if value}
         # in WSL, PYTORCH_ALLOC_CONF is not set, because the first allocation of an expandable segment could fail
         assert found | {"PYTORCH_ALLOC_CONF": None} == expected | own | {"PYTORCH_ALLOC_CONF": None}

@@ -121,7 +121,7 @@ def test_a_path_through_jumps_and_calls_counts():
 # shared memory in bytes that a program may use, by compute capability (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability"); Triton refuses larger kernels when they are launched, not when they compile.
 MAX_SHARED = {"75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
-# A T4 (sm_75) has no matrix instructions for bfloat16, and CAPABILITY in kernels/backend.py excludes its kernels.
+# A T4 (sm_75) has no matrix instructions for bfloat16, and is_before_ampere in kernels/backend.py excludes its kernels.
 NUM_BUILDS = dict.fromkeys(MAX_SHARED, 46) | {"75": 10}
 
 

@@ -1,21 +1,23 @@
-"""Recompute the log-probabilities, gradients, AdamW update and learning rate of a recorded step."""
+"""Recompute the log-probabilities, gradients, AdamW update and learning rate of a recorded step.
+
+The code of models is imported late, because it needs Pillow and tokenizers, and a step without a model does not.
+"""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.data.rows import Prompt
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.formulas import clipped, first
 from minivlmrl.extras.parity.stages import Answer, beside, shown
 from minivlmrl.extras.parity.step import Dump
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import hub_name
-from minivlmrl.model.packing import GroupBatch, pack
-from minivlmrl.model.rope import get_rope_index
+
+if TYPE_CHECKING:
+    from minivlmrl.model.packing import GroupBatch
 
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
@@ -45,6 +47,8 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
         key = (folder, row, deviations)
         if key not in cache:
             if model is None:
+                from minivlmrl.model.checkpoint import load_model
+
                 dtype = change("dtype", torch.float64)
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
             own = images[picture_row], *beside(d, images, row)
@@ -77,7 +81,11 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     return value
 
 
-def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
+def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> "GroupBatch":
+    from minivlmrl.data.rows import Prompt
+    from minivlmrl.model.packing import pack
+    from minivlmrl.model.rope import get_rope_index
+
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
@@ -176,6 +184,8 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename parameters as in Hugging Face checkpoints, and remove the prefix "module." of a wrapper."""
+    from minivlmrl.model.families.registry import hub_name
+
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.extras.parity import units
 from minivlmrl.extras.parity.change import edited
@@ -157,6 +156,9 @@ class Dump(dict):
 
     def again(self, ids: list[int]) -> list[int]:
         """Decode token ids to text, and encode the text again."""
+        # imported late, because only a model's folder needs the package tokenizers
+        from minivlmrl.data.tokenizer import load_tokenizer
+
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))

@@ -72,7 +72,7 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
     monkeypatch.setattr(
-        "minivlmrl.extras.parity.model_stages.load_model", lambda *_: copy.deepcopy(model)
+        "minivlmrl.model.checkpoint.load_model", lambda *_: copy.deepcopy(model)
     )  # a copy, because some causes change the model
     monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
         len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip

@@ -1,0 +1,24 @@
+"""Lock a file, so that one process at a time runs the checks of the kernels, or writes into the folder of a run."""
+
+from importlib.util import find_spec
+from typing import IO
+
+
+def lock_file(file: IO, wait: bool) -> None:
+    """Lock an open file until the file is closed.
+
+    Args:
+        wait: wait until no other process has locked the file. On Windows, no process waits.
+
+    Raises:
+        BlockingIOError: another process has locked the file, and `wait` is False.
+    """
+    if find_spec("fcntl"):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif not wait:
+        import msvcrt
+
+        # pyright's error is ignored, because on Linux pyright finds no functions in msvcrt
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,36 @@
+"""Settings of a process that runs a command: for torch, for malloc and for warnings."""
+
+import ctypes
+import os
+import warnings
+
+
+def set_up_process():
+    """Set what torch, malloc and Pillow read, except what the user has set; call it before torch is imported.
+
+    Only commands change their process. Importing minivlmrl as a library changes nothing.
+    """
+    # Threads of GNU OpenMP wait in a busy loop. With the default length of the loop, training was up to fifteen times
+    # slower when other processes used the same cores.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # PyTorch's expandable segments avoid fragmentation of GPU memory if steps have different lengths. On WSL, the first
+    # allocation with expandable segments could fail (pytorch issue 192330).
+    in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
+    if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    keep_freed_memory()
+    # An image with so many pixels is refused by data/media.py, whose message names the row.
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
+
+
+def keep_freed_memory():
+    """Let malloc keep freed memory.
+
+    By default, Linux takes freed memory back and zeros it for the next use, which takes 1 to 4 % of a step's time.
+    """
+    if os.name != "posix":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes of free memory to keep
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks are returned at once
