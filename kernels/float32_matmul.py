@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from minivlmrl.kernels.backend import is_before_ampere
+
 COLUMNS = 2048  # columns in b that are converted at once
 
 
@@ -42,7 +44,7 @@ def has_float32_products(device: torch.device) -> bool:
     # torch.mm, torch.bmm and torch.addmm support the argument out_dtype only on CUDA.
     if device.type != "cuda" or torch.version.hip:
         return False
-    if torch.cuda.get_device_capability(device) >= (8, 0):
+    if not is_before_ampere(device):
         return True
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
