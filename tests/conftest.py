@@ -4,6 +4,8 @@ Tests run on one thread, so that a test may fork its process. If OpenMP has star
 a forked child waits forever for threads that the child does not have.
 """
 
+from tests.helpers.gpus import pytest_configure, pytest_runtest_setup  # noqa: F401, I001 (hides GPUs before torch)
+
 import json
 import os
 from pathlib import Path

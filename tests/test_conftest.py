@@ -32,7 +32,7 @@ def test_of_the_suite():
     ([], "1 passed, 1 skipped"), (["-m", "gpu"], "1 passed, 1 deselected"), (["-m", "gpu", "-n", "1"], "1 passed"),
 ], ids=["the suite", "GPU tests", "GPU tests in a worker"])  # fmt: skip
 def test_only_the_gpu_tests_see_gpus(tmp_path, options, says):
-    shutil.copy(ROOT / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "helpers" / "gpus.py", tmp_path / "conftest.py")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")

@@ -175,7 +175,9 @@ def test_the_wheel_passes_the_checks_of_an_index(wheel):
     assert {name.partition("/")[0] for name in names} == {"minivlmrl", f"minivlmrl-{about.version}.dist-info"}
     assert f"minivlmrl-{about.version}.dist-info/licenses/LICENSE" in names
     assert str(about.version) == minivlmrl.__version__ and about.author == "The minivlmrl authors"
-    assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"] and about.classifiers
+    assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"]
+    versions = [name.rpartition(" ")[2] for name in about.classifiers if "Python :: 3." in name]
+    assert versions == ["3.11", "3.12", "3.13", "3.14"]
 
 
 @pytest.mark.slow
@@ -183,6 +185,15 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
     with tarfile.open(sdist(clone, tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert [name for name in files() if name not in names and name[0] != "."] == []
+
+
+def test_the_page_of_the_package_has_absolute_links_to_files_of_the_repository():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = re.findall(r"\]\((.*?)\)", (ROOT / project["readme"]).read_text())
+    before = f"{project['urls']['Source']}/blob/main/"
+    files = [target.removeprefix(before).partition("#")[0] for target in targets if target.startswith(before)]
+    assert len(files) > 5 and all((ROOT / file).is_file() for file in files)
+    assert all(target.startswith("https://") for target in targets)
 
 
 def test_all_files_name_the_same_version():

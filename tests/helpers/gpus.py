@@ -1,7 +1,8 @@
 """Hide GPUs from the tests, except from `pytest -m gpu`, which runs the tests that need a GPU.
 
-The suite runs on the CPU, also on a machine with a GPU, because it forks processes, which CUDA forbids after its first
-use, and because it compares exact numbers. MINIVLMRL_TEST_GPU=1 shows the GPUs to other tests.
+The suite runs on the CPU, even on a machine with a GPU, because it forks processes, which CUDA forbids after its first
+use, and because it compares exact numbers. MINIVLMRL_TEST_GPU=1 shows the GPUs to other tests. tests/conftest.py
+imports this file first.
 """
 
 import os
@@ -10,7 +11,7 @@ import pytest
 
 DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES")
 if "MINIVLMRL_TEST_GPU" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # read when CUDA is first used, also by child processes
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # read when CUDA is first used, even by child processes
 
 
 def pytest_configure(config):
