@@ -20,6 +20,8 @@ USER_FILES: set[str] = set()
 # what an error message shortens: quoted texts of at least 80 characters, and words of at least 500 characters
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
+MAX_MESSAGE = 600  # longest error message, in characters
+
 # regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
@@ -94,8 +96,14 @@ def _invalid(name: str, value: Any, expected: str) -> ValueError:
 
 
 def shortened(error: str | Exception) -> str:
-    """Shorten long texts in an error message, such as images in base64."""
-    return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
+    """Shorten an error message to MAX_MESSAGE characters, and long texts in it, such as images in base64."""
+    text = str(error)
+    if len(text) > 10**6:  # the regular expression would take a long time
+        text = f"{text[:500_000]} ... {text[-500_000:]}"
+    text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
+    if len(text) <= MAX_MESSAGE:
+        return text
+    return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"  # the end says what to do
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

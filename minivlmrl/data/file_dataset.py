@@ -37,6 +37,8 @@ SAMPLE = 64  # rows that are measured for the summary and for the memory estimat
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
+CONTROL = re.compile(r"<\|\w{1,40}\|>")  # a control token, such as <|im_end|>
+
 Size = tuple[int, int]  # width and height in pixels
 
 
@@ -110,6 +112,7 @@ class RowFacts:
     num_videos: int
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
     text_bytes: tuple[int, ...]  # bytes in the texts of the prompt, and of each column in ANSWERS
+    spelled: tuple[str, ...]  # names of control tokens that stand in the row's texts, such as <|im_end|>
     # size and options of each image in the prompt and the answers; the size is None if it is not known
     images: tuple[tuple[Size | None, dict], ...]
 
@@ -312,14 +315,16 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
             size = image_size(item.sources[0], file.folder) if checks_files else None
             images.append((size, item.options))
     kinds = [item.kind for item in media]
-    texts = [row.messages, *(getattr(row, name) for name in ANSWERS)]
+    texts = [repr(text) for text in (row.messages, *(getattr(row, name) for name in ANSWERS))]
+    spelled = CONTROL.findall("".join([*texts, str(row.columns.get("solution"))]))
     facts = RowFacts(
         file,
         line,
         num_images=kinds.count("image"),
         num_videos=kinds.count("video"),
         prompt_hash=hash(repr((row.messages, file_sizes))),
-        text_bytes=tuple(len(repr(text).encode()) for text in texts),
+        text_bytes=tuple(len(text.encode()) for text in texts),
+        spelled=tuple(dict.fromkeys(spelled)),
         images=tuple(images),
     )
     return facts, missing
@@ -516,6 +521,25 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
             f"skipped (data.skip_unreadable), for example {unreadable[0]}"
         )
     return text
+
+
+def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
+    """Return a note about rows whose texts spell a control token, or None if there are none.
+
+    Args:
+        structure: names of the control tokens that only a chat template may write.
+    """
+    if not isinstance(rows, FileDataset):
+        return None
+    spelled = [names for facts in rows.facts if (names := [name for name in facts.spelled if name in structure])]
+    if not spelled:
+        return None
+    names = sorted({name for names in spelled for name in names})
+    return (
+        f"{len(spelled)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded as "
+        "ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
+        "texts"
+    )
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:

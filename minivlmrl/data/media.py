@@ -193,10 +193,7 @@ def place_media(
                 media.append(item)
                 sizes = {name: item.options[name] for name in item.options if name not in SAMPLING_OPTIONS}
                 part = {"type": kind, **sizes}
-            elif len(part) != 2:  # a table writes every key of any part into all parts, such as "image": null
-                part = {"type": "text", "text": part["text"]}
             parts.append(part)
-        turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
         messages.append(turn if isinstance(turn.get("content"), str) else {**turn, "content": parts})
     return messages, media
 

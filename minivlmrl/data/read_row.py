@@ -44,8 +44,8 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
     """
-    texts = {name: columns[name] for name in PROMPTS if columns.get(name) is not None}
-    answers = {name: columns[name] for name in ANSWERS if columns.get(name) is not None}
+    texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
+    answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
     template = options.prompt_template
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {[*texts]}"
@@ -73,6 +73,19 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
         with error_context(f"column {place!r}"):
             prompt = put_in_template(template, prompt)
     return place, prompt, answers
+
+
+def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
+    """Remove the keys without a value, because a table writes every key of any turn or part into all of them."""
+    if isinstance(text_or_turns, str):
+        return text_or_turns
+    turns = []
+    for turn in text_or_turns:
+        turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
+        if isinstance(turn["content"], list):
+            turn["content"] = [{key: part[key] for key in part if part[key] is not None} for part in turn["content"]]
+        turns.append(turn)
+    return turns
 
 
 def check_one_of(given: list[str]):

@@ -68,7 +68,7 @@ RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)
-LIST_OF_TURNS = re.compile(r"""\s*\[\s*\{\s*['"]""")  # beginning of a list of objects in JSON or Python
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # beginning of a list of objects or texts in JSON or Python
 
 
 def checked_row(
@@ -203,10 +203,8 @@ def check_texts(columns: dict):
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):
             raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
-        if isinstance(value, str) and is_list_of_turns(literal_list(value)):
-            raise LayoutError(
-                f"column {name!r} is a text that contains a list of turns in JSON or Python: {value!r:.60}"
-            )
+        if isinstance(value, str) and is_list_text(value, name):
+            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {value!r:.60}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
         raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
@@ -218,22 +216,27 @@ def check_texts(columns: dict):
 
 
 def literal_list(text: str) -> list | None:
-    """Return the list of objects that a text contains in JSON or as a Python literal, or None."""
-    if not LIST_OF_TURNS.match(text):
-        return None
+    """Return the list of objects or texts that a text contains in JSON or as a Python literal, or None."""
+    value = parse_literal(text) if LIST.match(text) else None
+    return value if isinstance(value, list) else None
+
+
+def parse_literal(text: str) -> Plain:
+    """Parse a text in JSON or as a Python literal; return None for another text."""
     for parse in (json.loads, ast.literal_eval):
         try:
-            value = parse(text)
+            return parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return value if isinstance(value, list) else None
     return None
 
 
-def is_list_of_turns(value: Plain) -> bool:
-    """Return True for a list of objects with `role` and `content`, or with `from` and `value`."""
+def is_list_text(text: str, column: str) -> bool:
+    """Return True if a text contains a list of turns, or if a question is the text of a list with one text."""
+    items = literal_list(text) or []
+    if len(items) == 1 and isinstance(items[0], str):
+        return column in PROMPTS
     pairs = ({"role", "content"}, {"from", "value"})
-    items = value if isinstance(value, list) else []
     return bool(items) and all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
 
 
@@ -248,7 +251,10 @@ def check_answers(row: Row, columns: dict):
         turns = as_turns(answer)
         said[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
         with error_context(f"column {column_of(name, place)!r}"):
-            check_ends(turns)
+            try:
+                check_ends(turns)
+            except ValueError as error:  # whole conversations beside a prompt, which `convert` can read
+                raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
                     raise ValueError("an answer is empty or blank; add its text or remove the row")

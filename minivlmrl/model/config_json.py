@@ -1,5 +1,6 @@
 """Read, check and write config.json, the file with a model's sizes, as a ModelConfig."""
 
+import re
 from collections.abc import Container
 from dataclasses import asdict, fields
 from typing import Any
@@ -16,6 +17,8 @@ REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "archite
 NULLABLE = {"bos_token_id", "eos_token_id"}
 # keys of vision_config that are computed again when a model is saved
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
+# model types of text models, from which vision-language models are made
+TEXT_MODELS = r"(qwen2|qwen3|llama|mistral|mixtral|gemma2?|phi3?|internlm2|deepseek_v\d)(_moe)?|gpt\w*|\w+_text"
 
 
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -45,7 +48,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 def _check_model_type(config: dict, where: str):
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; no other family is supported"
-    if isinstance(model_type, str) and not config.get("vision_config"):
+    if isinstance(model_type, str) and re.fullmatch(TEXT_MODELS, model_type):
         expected += ". This is a text model; choose a vision-language model"
     check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
 

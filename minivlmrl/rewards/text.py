@@ -17,6 +17,8 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
+# full-width signs, as Chinese and Japanese keyboards write them, and the plain signs with the same meaning
+PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | {ord("。"): ".", ord("｡"): ".", 0x3000: " "}
 LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -84,19 +86,22 @@ def accuracy(
 
 
 def solution_text(solution: Any) -> str:
-    """Convert a solution to a text: 2.0 -> "2", [1, 2] -> "[1, 2]", None -> "".
+    """Convert a solution to a text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        ValueError: the solution is an object, or a list with other elements than numbers.
+        ValueError: the solution is an object, a list with other elements than numbers, or a list with one number.
     """
+    while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
+        solution = solution[0]
 
     def has_only_numbers(value: Any) -> bool:
         return all(map(has_only_numbers, value)) if isinstance(value, list | tuple) else isinstance(value, int | float)
 
-    if isinstance(solution, dict | list | tuple) and not has_only_numbers(solution):
+    is_list = isinstance(solution, list | tuple)
+    if isinstance(solution, dict) or (is_list and (len(solution) == 1 or not has_only_numbers(solution))):
         raise ValueError(
-            f"solution {solution!r:.80} is an object or a list, which no answer equals; write one text as the "
-            "solution, or use a reward that reads such solutions"
+            f"solution {solution!r:.80} is an object or a list, which no answer can equal; write one text or number as "
+            "the solution, or use a reward that reads such solutions"
         )
     if isinstance(solution, float) and solution.is_integer():
         solution = int(solution)
@@ -132,8 +137,8 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Accents are joined to their letters (NFC), as in the tokens of Qwen's models.
+    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width signs become plain signs.
     """
     answer = last_answer(text)
-    words = (text if answer is None else answer).split()
+    words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()
     return unicodedata.normalize("NFC", " ".join(words).rstrip(". ").casefold())

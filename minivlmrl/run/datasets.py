@@ -26,6 +26,7 @@ NEEDS = {
     "pairs": ("chosen", "rejected"),
     "labels": ("completion", "label"),
 }
+MAX_NAMES = 10  # columns that a note lists
 
 
 def load_datasets(
@@ -140,7 +141,9 @@ def describe_unread(rows: Dataset) -> str | None:
     names = sorted({*rows.unread} | replaced)
     if not names:
         return None
-    note = f"no stage and no reward reads the columns {', '.join(names)}"
+    others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    listed = ", ".join(f"{name:.40}" for name in names[:MAX_NAMES])
+    note = f"no stage and no reward reads the columns {listed}{others}"
     if replaced:
         note += (
             f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"

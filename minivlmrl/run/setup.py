@@ -20,7 +20,7 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_dataset import long_rows, summary, without_rows
+from minivlmrl.data.file_dataset import describe_spelled, long_rows, summary, without_rows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -288,8 +288,8 @@ def fit_rows(
                 examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
                 text += f"; {len(removed)} over data.max_prompt_tokens are left out: {examples}"
             summaries.append(f"rows of {name}: {text}")
-            if note := describe_unread(rows):
-                summaries.append(f"rows of {name}: {note}")
+            notes = [describe_unread(rows), describe_spelled(rows, processor.tokenizer.structure)]
+            summaries += [f"rows of {name}: {note}" for note in notes if note]
     return fitted, summaries
 
 

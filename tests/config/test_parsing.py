@@ -172,3 +172,9 @@ def test_long_quoted_values_are_shortened():
 def test_a_place_is_named_once_in_an_error(error, message):
     with pytest.raises(type(error), match=f"^{message}$"), error_context("rows:3"):
         raise error
+
+
+def test_a_message_has_at_most_600_characters():
+    for text in ("x y " * 10**6, "'" + "a" * 10**7, "long'" * 5000):
+        said = shortened(f"rows.jsonl:1: the value is {text}; correct the row")
+        assert len(said) <= 600 and said.startswith("rows.jsonl:1: ") and said.endswith("; correct the row")

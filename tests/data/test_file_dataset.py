@@ -1,14 +1,21 @@
 """Test that columns of row files become prompts and answers, and that errors name the line of a row."""
 
+import json
 import re
 
 import pytest
+import torch
 
-from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.config.options import DataOptions, RunConfig
+from minivlmrl.data import row_files
+from minivlmrl.data.file_dataset import FileDataset, describe_spelled, heaviest_rows, long_rows, summary
 from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
+from minivlmrl.data.rows import Completion
+from minivlmrl.rewards.columns import reward_columns
+from minivlmrl.run.datasets import describe_unread, load_datasets
 from minivlmrl.tasks import shapes
 from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
@@ -249,6 +256,95 @@ def test_an_error_of_a_format_names_the_option_or_the_row(write_rows, tmp_path, 
     (tmp_path / "own.py").write_text(FORMAT_FILE)
     with pytest.raises(error, match=says):
         FileDataset(write_rows(NESTED), format=name.replace("FOLDER", str(tmp_path)))
+
+
+PRODUCT = {  # columns of a shop, whose names mean something else in other projects
+    "weight": 3.2, "history": "sold in 1990", "options": ["S", "M"], "choices": 3, "labels": ["new"], "train": True,
+    "positive": 0.9, "loss": 12, "functions": "cuts bread", "tools": ["saw"], "query": "bread knife", "output": "1 kW",
+    "completions": [1], "log_metric": "kg", "row_rewards": [5], "max_pixels": 3, "label": "knife", "documents": [],
+    "response": 200, "reward_model": "x1", "question": "?", "answer": "!", "segments": [1], "prefix": "KN",
+}  # fmt: skip
+
+
+def test_no_column_is_refused_for_its_name(write_rows):
+    """A note of the run names the columns that no code reads, and no reward receives them under another meaning."""
+    rows = FileDataset(write_rows({"problem": "a", "completion": "b"} | PRODUCT), ("problem", "completion"), reads=())
+    assert rows.unread == sorted(PRODUCT)
+    note = describe_unread(rows)
+    assert (
+        "columns answer, choices, completions, documents, functions, history, label, " in note and "and 14 more" in note
+    )
+    assert "rewards receive another argument completions and log_metric and row_rewards from minivlmrl" in note
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    prompts = [rows[0].prompt(processor)]
+    columns = reward_columns([rows[0]], prompts, [[Completion(torch.tensor([1]))]], processor)
+    assert columns["weight"] == [3.2] and columns["completions"] != [[1]] and "log_metric" not in columns
+
+
+TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
+def test_tools_that_the_prompt_would_not_show_are_refused(write_rows, tools):
+    file = write_rows({"problem": "a", "tools": tools})
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:1: column 'tools' declares tools that the prompt would not show"
+    ):
+        FileDataset(file)
+    assert FileDataset(file, columns={"tools": "tools"})[0].columns["tools"] == tools
+
+
+@pytest.mark.parametrize("row", [
+    *({"problem": "a", name: write(turns)} for name in ("completion", "chosen") for write in (json.dumps, str)
+      for turns in ([YES], [{"from": "gpt", "value": "yes"}])),
+    {"prompt": json.dumps([HI])}, {"messages": str([HI, YES])}, {"problem": "['What?']"},
+    {"prompt": "a", "chosen": [HI, YES], "rejected": [HI, assistant("no")]},
+    {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"question": "a"},
+])  # fmt: skip
+def test_a_row_of_another_layout_names_the_command(write_rows, row):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* `python -m minivlmrl convert .*rows\.jsonl`, and use the"):
+        FileDataset(write_rows(row))
+
+
+def test_lists_that_are_answers_stay_texts(write_rows):
+    for text_ in ("[1, 2, 5, 6]", '[{"bbox_2d": [1, 2, 5, 6], "label": "cat"}]', "['cat', 'dog']", '["cat"]'):
+        [row] = FileDataset(write_rows({"problem": "a", "completion": text_}))
+        assert row.completion == text_
+
+
+def test_keys_without_a_value_are_no_keys(write_rows):
+    """A table writes every key of any part into all parts."""
+    nothing = dict.fromkeys(("cache_control", "video", "image_url", "min_pixels"))
+    shown = {"type": "image", "image": "red.png", "text": None} | nothing
+    parts = [shown, {"type": "text", "text": "a", "image": None} | nothing]
+    turn = user(parts) | {"tool_calls": None, "name": None}
+    [row] = FileDataset(write_rows({"messages": [turn, YES | {"tool_calls": None, "reasoning": None}]}))
+    assert row.messages == [user([IMAGE_PART, text("a")])] and len(row.images) == 1
+    assert row.completion == [YES]
+
+
+def test_rows_that_spell_control_tokens_are_counted(write_rows):
+    said = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
+    rows = FileDataset(write_rows(*({"problem": "a"} | row for row in said)))
+    note = describe_spelled(rows, shapes.tokenizer().structure)
+    assert note.startswith("2 of 4 rows spell <|endoftext|>, <|im_end|> in their texts. These names are encoded as")
+    assert describe_spelled(rows.select(rows.facts[2:]), shapes.tokenizer().structure) is None
+
+
+def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch):
+    """Opening the file parses each row once, and measuring it a second time, for all stages and limits."""
+    line = {"problem": "What?", "image": "red.png", "completion": "a", "solution": "a"}
+    config = RunConfig(data=DataOptions(train_file=str(write_rows(*[line] * 5)), max_prompt_tokens=30))
+    parsed, read = [], row_files.Lines.__getitem__
+    monkeypatch.setattr(row_files.Lines, "__getitem__", lambda lines, index: parsed.append(index) or read(lines, index))
+    datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
+    assert parsed == [0, 1, 2, 3, 4] and datasets["sft"] is datasets["grpo"]
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    for _ in range(2):
+        summary(datasets["sft"], processor, answers=("completion",))
+        assert len(list(long_rows(datasets["sft"], processor, 5, answers=("completion",)))) == 5
+        assert len(heaviest_rows(datasets["sft"], processor, ("completion",))) == 5
+    assert len(parsed) == 10
 
 
 PAIR = {"messages": [HI, YES]}

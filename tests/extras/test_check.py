@@ -18,6 +18,7 @@ from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.links import ROOT
 from tests.helpers.runs import read_lines, write_lines
+from tests.helpers.talk import user
 from tests.recipes.test_fashion import write_debian
 
 RECIPES = ROOT / "recipes"
@@ -175,6 +176,7 @@ def as_python(answer_texts, solution, **columns):
     (as_python, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
     (get_reward("accuracy").function, lambda color: color, []),
     (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
+    (as_python, lambda color: f"['{color}']", ["4 of 4 solutions that were checked are lists"]),
 ])  # fmt: skip
 def test_solutions_that_are_lists(reward, solution, said):
     """Each text in a list is a right answer, but a list of numbers is one answer."""
@@ -183,6 +185,25 @@ def test_solutions_that_are_lists(reward, solution, said):
     rows = [replace(row, columns=row.columns | {"solution": solution(color)}) for color, row in shown]
     found = findings([Reward("own", reward)], rows)
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
+
+
+def test_the_letter_of_a_choice_is_an_answer():
+    """A model answers with the letter that the prompt lists, but the reward compares the text of the choice."""
+    prompt = "What?\nA. red\nB. green\n(C) blue"
+    shown = zip(("red", "green", "blue"), "ABC", shapes.Shapes(3, "own"), strict=True)
+    rows = [replace(row, messages=[user(prompt)], images=[], columns={"solution": text}) for text, _, row in shown]
+    assert [check_rewards.answer_forms(row, PROCESSOR)[0] for row in rows] == ["A", "B", "C"]
+    said = "3 of 3 solutions that were checked are lists, objects, floats, boxes or choices"
+    assert any(sentence.startswith(said) for sentence in findings([get_reward("accuracy")], rows))
+
+
+@pytest.mark.parametrize("space", ["thousandths", "resized", "unit"])
+def test_right_boxes_are_in_the_unit_of_the_model(space):
+    """The solution is in pixels of the file, but the model answers in its own unit."""
+    rows = [replace(row, columns={"solution": [1 + i, 2, 20, 24]}) for i, row in enumerate(shapes.Shapes(4, "own"))]
+    processor = replace(PROCESSOR, box_space=space)
+    trial = check_rewards.Trial([get_reward("iou")], torch.ones(1), rows, processor)
+    assert (trial.score_answers(trial.right_answers()) > 0.99).all()
 
 
 @pytest.mark.usefixtures("plain")

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,7 +19,14 @@ from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.check import preflight
-from minivlmrl.extras.check.preflight import check_truths, collect_notes, describe_hardware, describe_model, try_rewards
+from minivlmrl.extras.check.preflight import (
+    check_truths,
+    collect_notes,
+    describe_boxes,
+    describe_hardware,
+    describe_model,
+    try_rewards,
+)
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import NEEDS
 from minivlmrl.run.setup import check_positions, fit_rows, limit_epochs
@@ -87,7 +95,7 @@ def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_pa
     assert saved.chat_template_kwargs == {"enable_thinking": value == "true"}
 
 
-NO_TEXT = "solution .* is an object or a list, which no answer equals"
+NO_TEXT = "solution .* is an object or a list, which no answer can equal"
 NO_BOX = r"solution .* is not a box; the solution must be \[x1"
 OUTSIDE = r"the solution .* is not a box inside the image of \d+ x \d+ pixels; write x1, y1, x2, y2 in pixels of the"
 
@@ -262,3 +270,13 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     assert notes(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
     twice, both = training.select([training.facts[1]] * 2), held_out.select(held_out.facts)
     assert notes(grpo=twice, eval=both) == [said]
+
+
+def test_the_unit_of_boxes_in_answers_is_said(write_rows):
+    answers = ["red", '{"bbox_2d": [1, 2, 30, 40], "label": "cat"}']
+    rows = FileDataset(write_rows(*({"problem": "a", "completion": text} for text in answers)))
+    processor = replace(PROCESSOR, box_space="thousandths")
+    [note] = describe_boxes({"sft": find_trainer("sft", RunConfig())}, {"sft": rows}, processor)
+    assert "answers contain boxes such as [1, 2, 30, 40], which are trained as they are. The unit of this model" in note
+    assert "is thousandths (data.box_space)" in note
+    assert not list(describe_boxes({"grpo": find_trainer("grpo", RunConfig())}, {"grpo": rows}, processor))

@@ -44,7 +44,10 @@ def test_pointers_of_git_lfs_are_named(tmp_path):
 
 @pytest.mark.parametrize(("config", "says"), [
     ({"model_type": "qwen2"}, "This is a text model; choose a vision-language model"),
+    ({"model_type": "qwen3_vl_text"}, "This is a text model; choose a vision-language model"),
     ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type is 'llava', but it must be .*supported$"),
+    *(({"model_type": name}, f"model_type is '{name}', but it must be .*supported$")
+      for name in ("llava", "gemma3", "paligemma", "internvl_chat", "qwen2_5_omni", "qwen")),
 ])  # fmt: skip
 def test_other_kinds_of_models_are_described(config, says):
     with pytest.raises(ValueError, match=says):

@@ -66,6 +66,7 @@ def test_accuracy_gives_a_reason():
     ("50%", ["50%"], ["50", "0.5"]),
     ("<answer>cat</answer>", ["cat"], ["<answer>dog</answer>"]),
     ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
+    ([[1, 2]], ["[1, 2]"], ["[[1, 2]]"]),
 ], ids=str)  # fmt: skip
 def test_what_a_solution_means(solution, right, wrong):
     answers = right + wrong
@@ -77,7 +78,7 @@ def test_what_a_solution_means(solution, right, wrong):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
 def test_a_solution_that_no_answer_equals_is_refused(name, solution):
-    with pytest.raises(ValueError, match=r"solution .* is an object or a list, which no answer equals"):
+    with pytest.raises(ValueError, match=r"solution .* is an object or a list, which no answer can equal"):
         get_reward(name).function(answer_texts=["cat"], solution=[solution])
 
 
@@ -145,3 +146,20 @@ def test_a_trl_reward_requires_its_column():
     assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
     first, second = score_texts([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert first.item() == 1 and second.isnan().item()
+
+
+@pytest.mark.parametrize(("solution", "answer"), [
+    ("红色", "红色。"), ("猫", "猫．"), ("（B）", "(B)"), ("ＡＢ１", "ab1"), ("a，b", "a,b"), ("[[1, 2]]", "[[1, 2]]"),
+])  # fmt: skip
+def test_signs_of_other_keyboards_are_equal(solution, answer):
+    assert accuracy([answer], [solution]) == accuracy([solution], [answer]) == [1.0]
+
+
+@pytest.mark.parametrize("solution", [[14], [[14]], [3.0], ["14"]])
+def test_a_list_with_one_number_is_refused(solution):
+    with pytest.raises(ValueError, match="is an object or a list, which no answer can equal; write one text or number"):
+        accuracy(["14"], [solution])
+
+
+def test_other_signs_differ():
+    assert accuracy(["x2", "m"], ["x²", "ｍ²"]) == [0.0, 0.0]

@@ -1,6 +1,7 @@
 """Check a recipe before the first optimizer step, and print notes about the device, the model and the options."""
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +12,10 @@ import torch
 
 from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.boxes import FOUR, PAIR
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
+from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
@@ -31,6 +34,8 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # rows whose solutions are checked, in a few seconds
+NUM_ANSWERS = 64  # rows in whose answers boxes are searched
+BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
 NUM_IMAGES = 16  # rows whose boxes are compared with the image size
 TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
 
@@ -63,7 +68,8 @@ class Preflight(Callback):
         if world.is_main:
             describe_model(config, model)
             describe_thought(processor)
-            for note in [*collect_notes(config, trainers, datasets), *notes]:
+            boxes = describe_boxes(trainers, datasets, processor)
+            for note in [*collect_notes(config, trainers, datasets), *boxes, *notes]:
                 print(note, flush=True)
 
 
@@ -202,6 +208,26 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
     for options, reason in options_without_effect(config, trainers):
         yield f"{', '.join(options)}: no effect, because {reason}"
     yield from find_mistakes(config, datasets)
+
+
+def describe_boxes(
+    trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
+) -> Iterator[str]:
+    """Yield a note for each stage that trains on answers with boxes: the unit in which the model reads them."""
+    for stage, trainer in trainers.items():
+        rows = datasets[stage]
+        if not isinstance(rows, FileDataset):
+            continue
+        for index in range(0, len(rows), math.ceil(len(rows) / NUM_ANSWERS)):
+            row, _ = rows.read(index)
+            texts = [text_of(turn) for name in trainer.answers for turn in as_turns(getattr(row, name) or [])]
+            if box := BOX.search("\n".join(texts)):
+                space = row.columns.get("box_space") or processor.box_space
+                yield (
+                    f"rows of {stage}: answers contain boxes such as {box[0]}, which are trained as they are. The unit "
+                    f"of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the file"
+                )
+                break
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:

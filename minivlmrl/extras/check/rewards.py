@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.boxes import parse_boxes, says_none
+from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
-from minivlmrl.rewards.columns import call_rewards, reward_columns
+from minivlmrl.rewards.columns import call_rewards, image_extents, reward_columns
 from minivlmrl.rewards.registry import Reward, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer, normalize
 
@@ -37,6 +38,7 @@ REWARD_HACK_PROBES = {
 
 NOISE = 1e-6  # a reward's values for the same completion are random if they differ by more
 NUM_ANSWERS = 64  # rows whose answers are compared with their solutions
+CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # a line such as "B. horse"
 MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answers
 
 
@@ -65,7 +67,7 @@ class Trial:
 
     def right_answers(self) -> list[str]:
         """Return each row's solution as a text, for example as 3 or 3.0, whichever gets the higher reward."""
-        forms = [answer_forms(row) for row in self.rows]
+        forms = [answer_forms(row, self.processor) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
         totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)]
@@ -240,8 +242,11 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check whether a reward compares answers with the text of a Python list, such as "['cat', 'kitten']"."""
-    forms = [answer_forms(row) for row in trial.rows]
+    """Check whether a reward compares answers with a text that no model would write, such as "['cat', 'kitten']".
+
+    A model would write an element of a list, the letter before a choice in the prompt, or a box in its own unit.
+    """
+    forms = [answer_forms(row, trial.processor) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
         return
     of_forms = trial.of_forms(forms)
@@ -254,10 +259,11 @@ def check_forms(trial: Trial) -> Iterator[str]:
         if faults and "solution" in reward.columns:
             solution, text, value = faults[0]
             yield (
-                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects "
-                f"or floats, which reward {reward.name} compares as text. For example, the answer "
+                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes or "
+                f"choices, which reward {reward.name} compares as text. For example, the answer "
                 f"{text!r:.40} gets {value:.2f} for the solution {solution!r:.60}. Write one text as "
-                "the solution of each row, or use a reward that reads these solutions."
+                "the solution of each row, or use a reward that reads these solutions, such as "
+                "recipes/answers.py:choice for the letter of a choice."
             )
 
 
@@ -405,18 +411,35 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
-def answer_forms(row: Row) -> list[str]:
+def answer_forms(row: Row, processor: Processor) -> list[str]:
     """Return the texts that may be right answers to a row; the last text is `str(solution)`.
 
-    Example: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`.
+    Examples: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. The
+    solution "horse" gives `B` and `horse` if the prompt lists "B. horse". A box in pixels of the file gives the box in
+    the unit of the model.
     """
     solution = row.columns.get("solution")
+    elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
-    if isinstance(solution, (list, dict)):
-        elements = [*solution.values()] if isinstance(solution, dict) else solution
-        if any(isinstance(element, str) for element in elements):
+    if boxes := parse_boxes(str(solution)):
+        forms = boxes_in_unit(boxes, row, processor)
+    elif isinstance(elements, (list, dict)):
+        elements = [*elements.values()] if isinstance(elements, dict) else elements
+        if len(elements) == 1 or any(isinstance(element, str) for element in elements):
             texts = [str(element) for element in elements[:MAX_FORMS]]
             forms = [*texts, ", ".join(texts), json.dumps(solution, ensure_ascii=False)]
     elif isinstance(solution, float) and solution.is_integer():
         forms = [str(int(solution))]
+    elif isinstance(solution, str):
+        choices = CHOICE.findall(text_of(row.messages[-1]))
+        forms = [letter for letter, text in choices if normalize(text) == normalize(solution)]
     return [*forms, str(solution)]
+
+
+def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
+    """Convert true boxes from pixels of the image file to the unit of the model's answers, as a text."""
+    size, extent = image_extents(row, row.prompt(processor), processor)
+    if size is None or extent is None or size == extent:
+        return []
+    converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]
+    return [json.dumps(converted[0] if len(converted) == 1 else converted)]

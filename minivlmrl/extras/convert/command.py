@@ -16,22 +16,26 @@ import sys
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
 import yaml
 
+from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
+from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows
-from minivlmrl.errors import did_you_mean, error_context, optional_dependency
-from minivlmrl.extras.convert.readers import READERS, finish, fitting, prepare
+from minivlmrl.errors import check_field, did_you_mean, error_context, optional_dependency
+from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 
 SAMPLE = 100  # number of rows by which the layout is recognized
+MAX_NAMES = 20  # dropped columns and keys that are listed
 BATCH = 100  # rows that are written to a parquet file together
 
 
@@ -44,7 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: minivlmrl)")
     parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
     parser.add_argument("--format", help="your own function that converts a row, as in data.format")
-    parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names of columns, as in data.columns")
+    parser.add_argument("--columns", type=read_yaml, default={}, help="new names of columns, as in data.columns")
     options = parser.parse_args(arguments)
     if options.out and options.out.suffix not in (".jsonl", ".json", ".parquet"):
         parser.error(f"--out is {options.out}, but its name must end with .jsonl or .parquet")
@@ -59,8 +63,7 @@ def main(arguments: list[str]) -> int:
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
     """Convert the rows of a file; return the path of the converted file, or the original path if no row changes."""
-    rows = source_rows(path, options)
-    sample = list(islice(rows, SAMPLE))
+    sample = list(islice(source_rows(path, options), SAMPLE))
     if not sample:
         raise ValueError(f"{path} has no rows")
     layout = options.layout or find_layout(path, sample)
@@ -73,11 +76,12 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         dropped.clear()
         changed.clear()
         for where, row in source_rows(path, options, names):
-            with error_context(where):
+            with row_errors(where):
                 columns = READERS[layout](prepare(row, dropped))
                 if columns is None:
                     raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
                 new_row = finish(columns)
+                check_new_row(new_row, folder_of(path))
                 changed["rows"] += 1
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
@@ -93,11 +97,45 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     print(f"{path}: {changed['rows']} rows of the layout {layout!r} were written to {out}", file=sys.stderr)
-    for name, count in sorted(dropped.items()):
-        print(f"dropped: {name} ({count} times)", file=sys.stderr)
-    if path.exists() and out.resolve().parent != folder_of(path).resolve() and not options.to:
+    report_dropped(dropped, out)
+    if out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
+
+
+def report_dropped(dropped: Counter, out: Path):
+    """Print what the conversion lost, and the unit of boxes that it wrote into texts."""
+    if dropped.pop(BOX_UNIT, 0):
+        print(
+            "the boxes of `objects` stay in pixels of the image file. If your model answers in another unit, such as "
+            f"the thousandths of Qwen3-VL, run `python recipes/rescale_boxes.py {out} thousandths`",
+            file=sys.stderr,
+        )
+    for name, count in sorted(dropped.items())[:MAX_NAMES]:
+        print(f"dropped: {name:.80} ({count} times)", file=sys.stderr)
+    if len(dropped) > MAX_NAMES:
+        print(f"dropped: {len(dropped) - MAX_NAMES} more columns and keys", file=sys.stderr)
+
+
+@contextmanager
+def row_errors(where: str) -> Iterator[None]:
+    """Name the row in an error, also for a value whose form no reader expects, such as a number for a list."""
+    with error_context(where):
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+            raise ValueError(
+                f"a value has a form that no layout has ({type(error).__name__}: {error}); correct the row, or convert "
+                "it with your own function for --format"
+            ) from error
+
+
+def check_new_row(row: dict, folder: Path):
+    """Raise ValueError if a run would refuse a converted row."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair cannot be written
+    # Rows without a prompt, such as those of an imagefolder, need data.prompt_template in the recipe.
+    options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
+    checked_row(row, (), row.keys() - {"label"}, options, folder)
 
 
 def check_renamed(renamed: dict[str, str], names: set[str]):
@@ -111,6 +149,7 @@ def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None 
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
+            check_field(isinstance(row, dict), "the row", row, "a JSON object that maps columns to values")
             columns = change(row)
             if names is not None:
                 names.update(columns)
@@ -120,11 +159,11 @@ def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
     names = list(READERS)
     for where, row in sample:
-        with error_context(where):
+        with row_errors(where):
             names = fitting(row, names)
         if not names:
             raise ValueError(
-                f"{where}: no layout has the columns {', '.join(row)}; rename them to those of docs/data.md with "
+                f"{where}: no layout has the columns {', '.join(row):.200}; rename them to those of docs/data.md with "
                 f"--columns='{{YOURS: problem}}', or write a function for --format. Layouts: {', '.join(READERS)}"
             )
     if len(names) > 1:
@@ -169,13 +208,17 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
     with optional_dependency("parquet", f"{out}: writing parquet files requires pyarrow"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    with error_context(f"{out}: the rows do not fit into a table; write a .jsonl file with --out"):
+    try:
         schema = pa.schema([])
         for batch in batches(rows()):
             schema = pa.unify_schemas([schema, pa.Table.from_pylist(batch).schema], promote_options="permissive")
         with pq.ParquetWriter(out, schema) as writer:
             for batch in batches(rows()):
                 writer.write_table(pa.Table.from_pylist(batch, schema))
+    except (pa.ArrowException, OverflowError) as error:
+        raise ValueError(
+            f"{out}: the rows do not fit into a table ({error}); write a .jsonl file with --out"
+        ) from error
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
@@ -185,16 +228,26 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
+def read_yaml(text: str) -> Plain:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"the text is not valid YAML ({error})") from error
+
+
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
     """Convert each file in a YAML list of data sets, and yield the entries of the recipe's option data.train."""
     with error_context(path):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
         sets = content.get("datasets") if isinstance(content, dict) else None
-        if not isinstance(sets, list) or not all(isinstance(one, dict) and "json_path" in one for one in sets):
-            raise ValueError("the file must have a list `datasets` of objects with `json_path`")
+        sets = sets if isinstance(sets, list) else [None]
+        if not all(isinstance(one, dict) and isinstance(one.get("json_path"), str) for one in sets):
+            raise ValueError("the file must have a list `datasets` of objects with `json_path`, the path of a file")
         for one in sets:
             if unknown := one.keys() - {"json_path", "sampling_strategy"}:
-                raise ValueError(f"the keys {', '.join(sorted(unknown))} of a data set are not read; remove them")
+                raise ValueError(
+                    f"the keys {', '.join(sorted(map(str, unknown)))} of a data set are not read; remove them"
+                )
             file = Path(one["json_path"])
             file = convert(file if file.exists() else path.parent / file, options)
             yield {"file": str(file), "sampling": one.get("sampling_strategy", "all")}

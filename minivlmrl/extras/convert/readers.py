@@ -3,7 +3,6 @@
 Unknown columns stay in the row.
 """
 
-import ast
 import json
 import re
 from collections import Counter
@@ -11,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA
-from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS
-from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG
+from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
+from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
 from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.json_files import parse_json
@@ -34,6 +33,13 @@ SPEAKERS = {  # {name of a speaker: role}
 KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn that a run reads
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
+# columns that may contain a list as a text, and among them those whose text is an answer
+ANSWER_TEXTS = ("completion", "chosen", "rejected")
+LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
+         *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
+PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
+# what `convert` prints after it has written the boxes of the column `objects` into the texts
+BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {tag of ms-swift: its list in the column `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
 VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_end\|>")
@@ -59,8 +65,9 @@ class Columns(dict):
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Move boxes, image tags and answer choices from columns of their own into the texts."""
+    """Read lists that are written as text, and move boxes, image tags and answer choices into the texts."""
     columns = Columns(row, dropped)
+    read_lists(columns)
     fill_objects(columns)
     fill_images(columns)
     number_images(columns)
@@ -92,10 +99,26 @@ def finish(row: Columns) -> dict:
     return dict(row)
 
 
+def read_lists(row: Columns):
+    """Parse the columns whose list is written as a text in JSON or Python, as pandas and CSV files do."""
+    for name in LISTS:
+        value = row.get(name)
+        if not isinstance(value, str):
+            continue
+        items = literal_list(value)
+        if items is None or (name in ANSWER_TEXTS and not is_list_text(value, name)):
+            continue  # an answer may be the text of another list
+        is_question = name in QUESTIONS and all(isinstance(item, str) for item in items)
+        row[name] = items[0] if is_question and len(items) == 1 else items
+    for name in ("image", "images"):
+        if isinstance(value := row.get(name), list):  # one list of images for each turn
+            row[name] = [item for items in value for item in (items if isinstance(items, list) else [items])]
+
+
 def read_conversations(row: Columns) -> Columns | None:
     """Read `conversations`, whose turns have `from` and `value`: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
     name = next((name for name in ("conversations", "conversation") if name in row), None)
-    if name is None or (isinstance(row[name], list) and row[name] and "human" in row[name][0]):
+    if name is None or is_pairs(row[name], "human"):
         return None
     turns = read_turns(row.pop(name), name, row.dropped)
     if "rejected_conversations" in row:
@@ -114,7 +137,7 @@ def read_messages(row: Columns) -> Columns | None:
     """Read `messages` with the roles of ms-swift; another column may have a rejected answer or a label."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
-    if not is_list or "problem" in row or "prompt" in row:
+    if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
         return None
     return split_pair(row, read_turns(row.pop("messages"), "messages", row.dropped))
 
@@ -122,14 +145,18 @@ def read_messages(row: Columns) -> Columns | None:
 def read_pairs(row: Columns) -> Columns | None:
     """Read turns in pairs: `conversation` of ms-swift with human and assistant, `texts` of the_cauldron."""
     for name, asked, said in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
-        pairs = row.get(name)
-        if isinstance(pairs, list) and pairs and all(isinstance(pair, dict) and asked in pair for pair in pairs):
+        if is_pairs(row.get(name), asked):
             turns = []
             for pair in row.pop(name):
                 turns += [turn_of("user", pair[asked]), turn_of("assistant", pair.get(said, ""))]
                 row.dropped.update(f"key {key!r} of {name}" for key in pair if key not in (asked, said) and pair[key])
             return row.put(messages=turns)
     return None
+
+
+def is_pairs(value: Plain, asked: str) -> bool:
+    """Return True for a list of objects with the key `asked`."""
+    return isinstance(value, list) and bool(value) and all(isinstance(pair, dict) and asked in pair for pair in value)
 
 
 def read_question(asked: str) -> Reader:
@@ -184,7 +211,26 @@ def read_ours(row: Columns) -> Columns | None:
     for name in ("prompt", "completion", "chosen", "rejected"):
         if isinstance(turns := row.get(name), list | dict):
             row[name] = read_turns([turns] if isinstance(turns, dict) else turns, name, row.dropped)
+    drop_repeated_prompt(row)
     return row
+
+
+def drop_repeated_prompt(row: Columns):
+    """Drop `prompt` and `messages` beside `chosen` and `rejected` that are whole conversations (UltraFeedback)."""
+    talks = [row.get(name) for name in ("chosen", "rejected")]
+    if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
+        return
+    row.drop("messages")
+    prompt = row.get("prompt", row.get("problem"))
+    asked = [turn for turn in talks[0] if turn["role"] == "user"]
+    last = as_turns(prompt, "user")[-1:] if prompt else []
+    if prompt and not any(text_of(turn) == text_of(last[0]) for turn in asked):
+        raise ValueError(
+            f"the prompt {text_of(last[0])!r:.60} is not a turn of the conversation `chosen`; remove the prompt, or "
+            "the turns before the answer in `chosen` and `rejected`"
+        )
+    for name in ("prompt", "problem"):
+        row.pop(name, None)  # the conversations repeat it
 
 
 READERS: dict[str, Reader] = {
@@ -210,7 +256,7 @@ def turn_of(role: str, content: Plain) -> dict:
 
 def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
     """Convert the turns of a conversation to messages with `role` and `content`."""
-    check_field(isinstance(raw_turns, list), f"column {name!r}", raw_turns, "a list of turns")
+    check_field(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
     turns = []
     for number, turn in enumerate(raw_turns):
         speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
@@ -223,8 +269,9 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
                 f"turn {number} of {name!r} has no 'content' or 'value' but {[*turn]}; rename the key of its text"
             )
         value = turn.get("value", turn.get("content"))
-        if type(value) in (int, float):  # answers in VLM-R1's data can be numbers
-            value = str(value)
+        if value is None and not turn.get("tool_calls"):
+            raise ValueError(f"turn {number} of {name!r} has no text; add its text, or remove the row")
+        value = text_of_value(value)
         if speaker in ("function_call", "tool_call"):  # a tool call is written in Qwen's format
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
@@ -239,6 +286,12 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
     return turns
 
 
+def text_of_value(value: Plain) -> Plain:
+    """Convert an answer that is a number, a list of numbers or another object, as in VLM-R1's data, to a text."""
+    is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
+    return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
+
+
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
     """Put a conversation into a row: as a preference pair if the row has a rejected answer, else as `messages`."""
     is_answered = turns[-1]["role"] == "assistant" if turns else False
@@ -248,8 +301,10 @@ def split_pair(row: Columns, turns: list[dict]) -> Columns:
     if rejected is None:
         return row.put(messages=turns)
     start = [turn["role"] for turn in turns].index("assistant")
-    if isinstance(rejected, list) and rejected and rejected[0].get("role") != "assistant":
-        return row.put(chosen=turns, rejected=read_turns(rejected, "rejected_messages", row.dropped))
+    if isinstance(rejected, list) and rejected:
+        rejected = read_turns(rejected, "rejected_messages", row.dropped)
+        if rejected[0]["role"] != "assistant":
+            return row.put(chosen=turns, rejected=rejected)
     return row.put(prompt=turns[:start], chosen=turns[start:], rejected=rejected)
 
 
@@ -267,15 +322,17 @@ def add_choices(row: Columns):
     column = next((name for name in QUESTIONS if name in row), None)
     if not choices or column is None:
         return
-    if isinstance(choices, str) and choices.startswith("["):  # MMMU writes a list of Python as a text
-        choices = ast.literal_eval(choices)
-    if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
-        raise ValueError(f"the choices {choices!r:.60} seem to be images, which the prompt must show; see --format")
+    if isinstance(choices, str):  # a list of numbers as a text
+        choices = parse_literal(choices) if choices.startswith("[") else choices
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
+    if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
+        raise ValueError(f"the choices {choices!r:.60} seem to be images, which the prompt must show; see --format")
     answer = row.get("answer", row.get("solution"))
-    is_choice = not isinstance(answer, int) or answer in [*choices]
-    check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row")
+    # An index, as in AI2D, is no answer: it is not clear whether indices begin with 0, and the prompt lists letters.
+    is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
+    is_choice = not is_index or str(answer).strip() in map(str, choices)
+    check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
         for letter in [name] if name else letters:  # the question already lists the choices
@@ -297,15 +354,19 @@ def fill_objects(row: Columns):
         return
     objects = parse_json(row.pop("objects")) if isinstance(row["objects"], str) else row.pop("objects")
     if isinstance(objects, list):  # older files: a list with the caption and the boxes of each object
+        fits = all(isinstance(one, dict) and isinstance(one.get("bbox"), list) and "caption" in one for one in objects)
+        check_field(fits, "column 'objects'", objects, "an object with ref and bbox, or a list with caption and bbox")
         boxes = [box for one in objects for box in one["bbox"]]
-        units = {one.get("bbox_type") for one in objects}
-        objects = {"ref": [one["caption"] for one in objects], "bbox": boxes, "bbox_type": units.pop()}
+        units = [one.get("bbox_type") for one in objects]
+        objects = {"ref": [one["caption"] for one in objects], "bbox": boxes, "bbox_type": units[0] if units else None}
+    check_field(isinstance(objects, dict), "column 'objects'", objects, "an object with ref and bbox")
     check_field(objects.get("bbox_type") in (None, "real"), "bbox_type", objects.get("bbox_type"), "real, or missing")
     for key in objects.keys() - {"ref", "bbox", "bbox_type"}:
         row.dropped[f"key {key!r} of objects"] += 1
     items = {}
     for tag, name in TAGS.items():
         values = (objects.get(name) or []) if tag in text else []
+        check_field(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
         if len(values) != text.count(tag):
             raise ValueError(
                 f"column 'objects' has {len(values)} items in {name!r}, but the texts contain {tag} {text.count(tag)} "
@@ -313,6 +374,8 @@ def fill_objects(row: Columns):
             )
         items[tag] = iter(value if isinstance(value, str) else json.dumps(value) for value in values)
     replace_texts(row, "|".join(TAGS), lambda tag: next(items[tag[0]]))
+    if "<bbox>" in text:
+        row.dropped[BOX_UNIT] += 1
 
 
 def fill_images(row: Columns):

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minivlmrl.data.row_files import decode_row, open_rows
+from minivlmrl.config.types import Plain
+from minivlmrl.data.row_checks import parse_literal
+from minivlmrl.data.row_files import NO_JSON_TYPES, decode_row, map_nested, open_rows
 from minivlmrl.errors import error_context, optional_dependency
-from minivlmrl.json_files import parse_json
+from minivlmrl.json_files import parse_json, read_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
@@ -24,6 +26,8 @@ def read_rows(path: Path) -> Rows:
     Raises:
         ValueError: the file cannot be read, or nothing in the folder is a file of rows.
     """
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
     if path.is_dir():
         yield from _read_folder(path)
     elif path.suffix in (".csv", ".tsv"):
@@ -39,7 +43,8 @@ def _read_folder(folder: Path) -> Rows:
     """Read a folder that save_to_disk wrote, that has files of rows, or that has one subfolder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise ValueError(f"{folder} has the splits {', '.join(splits)}; convert one of them, {folder}/{splits[0]}")
+        example = f", {folder}/{splits[0]}" if splits else ""
+        raise ValueError(f"{folder} has the splits {', '.join(splits) or 'of no folder'}; convert one of them{example}")
     if (folder / "state.json").is_file():
         yield from _read_saved(folder)
         return
@@ -63,12 +68,25 @@ def _read_saved(folder: Path) -> Rows:
     with optional_dependency("parquet", f"{folder}: reading a folder of save_to_disk requires pyarrow"):
         import pyarrow as pa
     number = 0
-    for file in json.loads((folder / "state.json").read_text())["_data_files"]:
-        with pa.memory_map(str(folder / file["filename"])) as source:
-            for batch in pa.ipc.open_stream(source):
-                for row in batch.to_pylist():
-                    yield f"{folder}: row {number}", row
-                    number += 1
+    for name in _saved_files(folder / "state.json"):
+        try:
+            with pa.memory_map(str(folder / name)) as source:
+                for batch in pa.ipc.open_stream(source):
+                    for row in batch.to_pylist():
+                        yield f"{folder}: row {number}", map_nested(row, str, NO_JSON_TYPES)
+                        number += 1
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{folder / name}: the file cannot be read ({error}); save the data set again") from error
+
+
+def _saved_files(state: Path) -> list[str]:
+    """Return the names of the Arrow files that a state.json lists, all of them in its folder."""
+    files = read_json(state).get("_data_files")
+    listed = files if isinstance(files, list) else [None]
+    names = [file.get("filename") if isinstance(file, dict) else None for file in listed]
+    if not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise ValueError(f"{state}: _data_files must list files of this folder, but it is {files!r:.80}")
+    return names
 
 
 def _is_list(path: Path) -> bool:
@@ -129,11 +147,22 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
         if _swallows_rows(cell, number, len(names), separator):
             raise ValueError(f"column {name!r} seems to contain further rows, {cell!r:.80}; close its quote")
         if name in JSON_COLUMNS and cell[:1] in ("[", "{"):
-            with error_context(f"column {name!r}"):
-                columns[name] = parse_json(cell, decode_row)
+            columns[name] = _list_of_cell(name, cell)
         elif name in ("label", "kto_tag", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
             columns[name] = json.loads(cell.lower())
     return columns
+
+
+def _list_of_cell(name: str, cell: str) -> Plain:
+    """Parse a list or an object in JSON, or in Python as pandas writes it."""
+    with error_context(f"column {name!r}"):
+        try:
+            return parse_json(cell, decode_row)
+        except ValueError:
+            value = None if '"' in cell else parse_literal(cell)
+            if value is None:
+                raise
+            return value
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:

@@ -63,6 +63,24 @@ def test_tags_become_images_and_boxes(write_rows, name):
         assert answer in (answers[0]["content"], answers[0]["content"][-1])
 
 
+def test_the_unit_of_boxes_is_said(write_rows, capsys):
+    path = write_rows({"messages": FIND, **RED, **OBJECTS})
+    assert main([str(path)]) == 0
+    new = path.with_name("rows_converted.jsonl")
+    assert (
+        f"in pixels of the image file. If your model answers in another unit, such as the thousandths of Qwen3-VL, run "
+        f"`python recipes/rescale_boxes.py {new} thousandths`" in capsys.readouterr().err
+    )
+
+
+def test_yaml_that_cannot_be_read_is_named(tmp_path, write_rows):
+    (tmp_path / "sets.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"sets\.yaml: the text is not valid YAML"):
+        main([str(tmp_path / "sets.yaml")])
+    with pytest.raises(SystemExit):
+        main([str(write_rows({"query": "a"})), "--columns=[a"])
+
+
 def test_numbers_of_tags_and_items_must_be_equal(write_rows):
     path = write_rows({"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}})
     said = r"rows\.jsonl:1: column 'objects' has 1 items in 'ref', but the texts contain <ref-object> 2 time\(s\)"
@@ -87,7 +105,8 @@ def test_a_list_of_vlm_r1_becomes_an_option(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [
-    {}, {"datasets": [{"sampling_strategy": "all"}]}, [3], {"datasets": [{"json_path": "a", "image_folder": "b"}]},
+    {}, {"datasets": [{"sampling_strategy": "all"}]}, [3],
+    {"datasets": [{"json_path": 3}]}, {"datasets": 3}, {"datasets": [{"json_path": "a", "image_folder": "b"}]},
 ])  # fmt: skip
 def test_another_yaml_file_is_named(tmp_path, content):
     (tmp_path / "sets.yaml").write_text(json.dumps(content))

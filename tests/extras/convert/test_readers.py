@@ -128,6 +128,39 @@ MORE = {  # {layout that docs/data.md names without an example: (row, text of th
 }  # fmt: skip
 
 
+def talk(word, write=list):
+    return write([user("How many?"), assistant(word)])
+
+
+IMAGES = {"images": ["cat.jpg", "dog.jpg"]}
+LISTS = {  # {what is written as a list or a text: (row, text of the prompt, answer)}
+    "a box as the answer": ({"conversations": [TURN, {"from": "gpt", "value": [1, 2.5, 5, 6]}]}, "a", "[1, 2.5, 5, 6]"),
+    "an object as the answer": ({"conversations": [TURN, {"from": "gpt", "value": {"n": [2]}}]}, "a", '{"n": [2]}'),
+    "true as the answer": ({"messages": [user("a"), assistant(True)]}, "a", "true"),
+    "prompt, JSON": ({"prompt": json.dumps(HOW_MANY), "completion": "2"}, "How many?", "2"),
+    "prompt, Python": ({"prompt": str(HOW_MANY), "completion": "2"}, "How many?", "2"),
+    "completion, JSON": ({"problem": "a", "completion": json.dumps([assistant("2")])}, "a", "2"),
+    "messages, JSON": ({"messages": talk("2", json.dumps)}, "How many?", "2"),
+    "conversations, Python": ({"conversations": str([TURN, {"from": "gpt", "value": "2"}])}, "a", "2"),
+    "images, Python": ({"images": "['cat.jpg']", "query": "a", "response": "2"}, "a", "2"),
+    "images, nested": ({"images": [["cat.jpg"], ["dog.jpg"]], "query": "a", "response": "2"}, "a", "2"),
+    "a list with one question": ({"problem": "['How many?']", "completion": "2"}, "How many?", "2"),
+    "an answer that is a list": ({"problem": "a", "completion": "['2']", "query": "b"}, "a", "['2']"),
+    "prompt beside conversations": (
+        {"prompt": "How many?", "chosen": talk("2"), "rejected": talk("3")}, "How many?", "2"),
+    "messages beside conversations": (
+        {"messages": talk("2"), "prompt": "How many?", "chosen": talk("2"), "rejected": talk("3")}, "How many?", "2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_read_from_texts_and_texts_from_lists(read, name):
+    row, prompt, answer = LISTS[name]
+    found = read(row)
+    assert words(found.messages) == prompt and words(found.completion or found.chosen) == answer
+    assert len(found.images) == str(row).count(".jpg")
+
+
 @pytest.mark.parametrize("name", MORE)
 def test_further_layouts_are_read(read, name):
     row, prompt, answer = MORE[name]
@@ -162,6 +195,23 @@ WRONG = [  # (row, part of the error message after the file and the line)
         "turn 0 of 'messages' has no 'content' or 'value' but ['role', 'text']",
     ),
     ({"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
+    ({"question": "a", "options": ["b", "c"], "answer": "0"}, "the answer is '0', but it must be a letter or one"),
+    ({"conversations": [TURN, {"from": "gpt", "value": None}]}, "turn 1 of 'conversations' has no text; add its text"),
+    ({"conversations": []}, "column 'conversations' is [], but it must be a list of turns"),
+    ({"prompt": "b", "chosen": talk("2"), "rejected": talk("3")}, "the prompt 'b' is not a turn of the conversation"),
+    # what a run would refuse
+    ({"messages": [user("a"), assistant(" ")]}, "an answer is empty or blank; add its text"),
+    ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 image placeholder(s), but 2 image(s)"),
+    ({"problem": "a", "box_space": "inches"}, "column 'box_space' is 'inches', but it must be 'original', 'resized'"),
+    # values whose form nobody expects
+    ({"conversations": [3]}, "turn 0 is 3, but its 'from' or 'role' must be one of"),
+    ({"conversations": [TURN, {"role": {}}]}, "turn 1 is {'role': {}}, but its 'from' or 'role' must be one of"),
+    ({"prompt": "<bbox>", "objects": "3"}, "column 'objects' is 3, but it must be an object with ref and bbox"),
+    ({"prompt": "<bbox>", "objects": [3]}, "column 'objects' is [3], but it must be an object with ref and bbox, or a"),
+    ({"prompt": "<bbox>", "objects": {"bbox": 3}}, "key 'bbox' of column 'objects' is 3, but it must be a list"),
+    ({"question": "a", "choices": 3}, "the list of choices is 3, but it must be a list of at most 26 texts"),
+    ({"messages": [user("a"), assistant("b")], "rejected_messages": [3]}, "turn 0 is 3, but its 'from' or 'role'"),
+    ("[3]", "the row is 3, but it must be a JSON object that maps columns to values"),
     (
         {"prompt": "<bbox>", "objects": {"bbox": [[1]], "bbox_type": "norm1"}},
         "bbox_type is 'norm1', but it must be real, or missing",

@@ -97,3 +97,25 @@ def test_folders_of_save_to_disk_are_rows(tmp_path):
     assert [text_of(row.messages[0]) for row in read] == [f"a{i}" for i in range(5)]
     with pytest.raises(ValueError, match=rf"two has the splits test, train; convert one of them, {tmp_path}/two/test"):
         main([str(tmp_path / "two")])
+
+
+@pytest.mark.parametrize(("state", "says"), [
+    ("{}", "_data_files must list files of this folder, but it is None"),
+    ('{"_data_files": [3]}', "_data_files must list files of this folder"),
+    ('{"_data_files": [{"filename": "../rows.arrow"}]}', "_data_files must list files of this folder"),
+    ('{"_data_files": [{"filename": "lost.arrow"}]}', "lost.arrow: the file cannot be read"),
+    ('{"_data_files": [{"filename": "cut.arrow"}]}', "cut.arrow: the file cannot be read"),
+    ("[", "the text is not valid JSON"),
+])  # fmt: skip
+def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, state, says):
+    pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    (tmp_path / "state.json").write_text(state)
+    (tmp_path / "cut.arrow").write_bytes(b"ARROW1 and no more")
+    with pytest.raises(ValueError, match=says):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["none.csv", "none.jsonl", "none"])
+def test_a_file_that_does_not_exist_is_named(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"{name}: there is no such file in the working folder"):
+        main([str(tmp_path / name)])
