@@ -302,7 +302,7 @@ def test_tools_that_the_prompt_would_not_show_are_refused(write_rows, tools):
     {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"question": "a"},
 ])  # fmt: skip
 def test_a_row_of_another_layout_names_the_command(write_rows, row):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* `python -m minivlmrl convert .*rows\.jsonl`, and use the"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* `minivlmrl convert .*rows\.jsonl`, and use the"):
         FileDataset(write_rows(row))
 
 

@@ -113,7 +113,7 @@ def used(completions, **columns):
     (["sft"], ["accuracy"], {"completion"}),
     (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
-    (["grpo"], ["own.py:unused"], set()),
+    (["grpo"], ["own.py:unused"], None),  # it receives every column
     (["grpo"], ["own.py:used"], None),
     (["sft", "own.py:Own"], ["accuracy"], None),
 ])  # fmt: skip
