@@ -82,10 +82,15 @@ class LoRAOptions:
 
 @dataclass
 class ReferenceOptions:
-    """The frozen reference model in the KL penalty and in DPO's loss."""
+    """The reference model in the KL penalty and in DPO's loss, which is not trained."""
 
     # folder or Hub repository id of the reference model; None copies the policy when the stage starts
     path: FilePath | None = None
+    # move the reference towards the policy during a stage (TR-DPO), see extras/moving_reference.py
+    sync_ref_model: bool = False
+    # share of the policy's weights in the moved reference; 1 renews the reference
+    ref_model_mixup_alpha: Annotated[float, "(0, 1]"] = 0.6
+    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between two moves of the reference
 
 
 # -------------------------------------------------------------------------------------------- data
@@ -358,6 +363,9 @@ class DPOOptions(TrainingOptions):
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
     reference_free: bool = False  # use 0 for all reference log-probabilities, so that no model is needed
+    # compute the reference's log-probabilities of all rows before the first step, so that no second model is kept; see
+    # extras/reference_logps.py
+    precompute_ref_log_probs: bool = False
 
 
 @dataclass

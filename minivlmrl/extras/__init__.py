@@ -15,8 +15,10 @@ and the other modules when a recipe, a command line or a model's config.json nam
 | inputs.py | texts and images that the loss of the first step does not depend on | each run |
 | memory/ | the GPU memory and the shortest time that a run needs | each run, and `minivlmrl memory` |
 | merge.py | an adapter merged into its base model | `minivlmrl merge` |
+| moving_reference.py | a reference model that follows the policy | `reference.sync_ref_model` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
+| reference_logps.py | DPO without a second model | `dpo.precompute_ref_log_probs` |
 | report.py | the page report.html of a run | each run, and `minivlmrl report` |
 | replay.py | a step of a run again | `minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |

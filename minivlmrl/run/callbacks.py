@@ -103,10 +103,12 @@ WATCHERS = {  # {what a callback watches: its class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the callbacks that watch a run; a copy of the package without extras/ has none."""
-    if not has_extras():
-        return []
-    watchers = dict(WATCHERS)
+    """Build the callbacks of a run: those that watch it, unless extras/ is missing, and those that options name."""
+    names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
-        del watchers["memory"]
-    return [load_extra(f"minivlmrl.extras.{name}", "a watcher")() for name in watchers.values()]
+        names.pop("memory", None)
+    if config.reference.sync_ref_model:
+        names["reference.sync_ref_model"] = "moving_reference:MovingReference"
+    if config.dpo.precompute_ref_log_probs and "dpo" in config.stage_names:
+        names["dpo.precompute_ref_log_probs"] = "reference_logps:ReferenceLogps"
+    return [load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items()]

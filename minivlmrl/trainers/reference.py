@@ -44,7 +44,8 @@ class Reference:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         elif policy.sharding is not None:
-            model = copy_model(policy, in_compute_dtype=True)
+            # A moving reference needs the policy's precision: 16 bits would round most moves to nothing.
+            model = copy_model(policy, in_compute_dtype=not config.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
             model = copy.deepcopy(policy, frozen)

@@ -61,6 +61,9 @@ RULES: list[Rule] = [
     *((f"{stage}.min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is",
        lambda r, stage=stage: getattr(r, stage).lr_scheduler_type == "constant")
       for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")),
+    ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
+     "the reference moves only if reference.sync_ref_model is true", lambda r: not r.reference.sync_ref_model),
+    ("dpo.precompute_ref_log_probs", "there is no reference with reference_free", lambda r: r.dpo.reference_free),
     ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
      lambda r: not {*r.dpo.loss_type} & {*SMOOTHED}),
     ("dpo.f_divergence_type", "the loss sft is the same for every divergence",

@@ -1,0 +1,153 @@
+"""The reference log-probabilities of DPO, computed once before the first step, so that no second model is kept.
+
+With `dpo.precompute_ref_log_probs`, the policy itself computes them when the stage begins, because it still equals the
+reference. They are written to reference_logps.safetensors in output_dir, where a resumed run finds them. A row can also
+bring its own sums, as TRL's columns ref_chosen_logps and ref_rejected_logps.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset, Prompt
+from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import reshard
+from minivlmrl.errors import phase
+from minivlmrl.files import digest, save_tensors
+from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import GroupBatch
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.dpo import DPOTrainer
+from minivlmrl.trainers.offline import split
+
+FILE = "reference_logps.safetensors"
+COLUMNS = "ref_chosen_logps", "ref_rejected_logps"
+
+
+class StoredReference:
+    """Reference of a DPO stage that looks log-probabilities up instead of computing them.
+
+    Args:
+        stored: {key_of(prompt, ids of both answers): log-probabilities of both answers' tokens, one after the other}.
+    """
+
+    def __init__(self, stored: dict[str, Tensor]):
+        self.stored = stored
+        self.dtype = next((values.dtype for values in stored.values()), torch.float32)
+        self.model = nn.Module()  # no weights, which a checkpoint would save
+
+    def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
+        """Return the reference's log-probability of each token, in nats: (answers, tokens)."""
+        found = torch.zeros_like(group.completion_mask, dtype=self.dtype)  # (answers, tokens)
+        for number, (prompt, ids) in enumerate(pairs_of(group)):
+            chosen, rejected = found[2 * number], found[2 * number + 1]
+            sums = sums_of(prompt)
+            if sums is not None:
+                # DPO adds up the tokens of an answer, so the whole sum may stand at the first token.
+                chosen[0], rejected[0] = sums
+                continue
+            values = self.stored.get(key_of(prompt, ids))
+            if values is None:
+                where = prompt.row.where if prompt.row and prompt.row.where else "a row"
+                raise ValueError(
+                    f"{where}: the row has changed since its reference log-probabilities were written to {FILE}. "
+                    "Restore the row, or start again with --resume=never"
+                )
+            lengths = [len(answer) for answer in ids]
+            first, second = values.to(found.device).split(lengths)
+            chosen[: lengths[0]] = first
+            rejected[: lengths[1]] = second
+        return found
+
+
+class ReferenceLogps(Callback):
+    """Callback that computes the reference log-probabilities of a DPO stage before its first step."""
+
+    def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
+        self.file = Path(config.output_dir, FILE)
+        if config.reference.path is not None:
+            raise ValueError(
+                "dpo.precompute_ref_log_probs computes with the policy, so reference.path must be null. Set model.path "
+                "to this folder, or leave out precompute_ref_log_probs"
+            )
+        if config.data.skip_unreadable:
+            raise ValueError(
+                "dpo.precompute_ref_log_probs reads all rows before the first step, so data.skip_unreadable must be "
+                "false; run `minivlmrl check` to find unreadable rows"
+            )
+
+    def on_model(
+        self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
+        world: World, notes: list[str],
+    ):  # fmt: skip
+        self.datasets = datasets
+
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        if not isinstance(trainer, DPOTrainer) or not trainer.config.precompute_ref_log_probs:
+            return
+        if state.step:
+            if not self.file.is_file():
+                raise ValueError(f"{self.file} is missing; restore it, or start again with --resume=never")
+            stored = load_file(self.file)
+        else:
+            stored = {}
+            with phase("reference"):
+                for name in (trainer.stage, "eval"):
+                    if name in self.datasets:
+                        stored |= compute(trainer, self.datasets[name])
+            trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file), f"write {self.file}")
+        trainer.reference = StoredReference(stored)
+
+
+@torch.no_grad()
+def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
+    """Compute the log-probabilities of the answers of all rows with the policy, on all ranks together."""
+    local = {}
+    indices, _ = trainer.shard_rows_with_answers(rows)
+    for part in split(indices, trainer.config.micro_batch_size):
+        group = trainer.micro_batch([rows[index] for index in part]).group
+        if all(sums_of(prompt) for prompt in group.prompts) and not trainer.run.uses_fsdp:
+            continue
+        logps, _ = per_token_logps(trainer.policy, group)
+        answers = logps.cpu().split(group.layout.row_lengths)
+        for number, (prompt, ids) in enumerate(pairs_of(group)):
+            local[key_of(prompt, ids)] = torch.cat(answers[2 * number : 2 * number + 2])
+    reshard(trainer.policy)
+    trainer.world.wait("compute reference log-probabilities")
+    stored = {}
+    for values in trainer.world.gather_objects(local):
+        stored |= values
+    return stored
+
+
+def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
+    """Return each prompt of a batch with the token ids of its chosen and its rejected answer."""
+    answers = group.completion_ids.cpu().split(group.layout.row_lengths)
+    if len(answers) != 2 * len(group.prompts):
+        raise ValueError(
+            "dpo.precompute_ref_log_probs cannot read answers of several turns whose chat template gives each turn its "
+            "own prompt; leave the option out"
+        )
+    return [(prompt, list(answers[2 * i : 2 * i + 2])) for i, prompt in enumerate(group.prompts)]
+
+
+def sums_of(prompt: Prompt) -> tuple[float, float] | None:
+    """Return the sums of log-probabilities, in nats, that a row brings for its chosen and rejected answer."""
+    if prompt.row is None:
+        return None
+    chosen, rejected = (prompt.row.columns.get(name) for name in COLUMNS)
+    return None if chosen is None or rejected is None else (chosen, rejected)
+
+
+def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
+    """Compute a hash of everything that the log-probabilities of a pair depend on, except the model."""
+    tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
+    return digest(memoryview(x.contiguous().flatten().view(torch.uint8).numpy()) for x in tensors)
