@@ -1,7 +1,5 @@
 """`minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
 
-`--project=NAME --path=FOLDER` checks the losses of a public project instead, see field.py.
-
 `--laws` checks a loss by laws instead of recorded numbers, see all_laws.py.
 
 The exit status of `parity` is 0 if all numbers agree and all laws hold, 1 if not, and 2 if nothing could be compared.
@@ -17,7 +15,6 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import mistake
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
-from minivlmrl.extras.parity.field import PROJECTS, judge_project, section
 from minivlmrl.extras.parity.frameworks import FRAMEWORKS
 from minivlmrl.extras.parity.loss import judge
 
@@ -27,7 +24,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
-    p.add_argument("target", nargs="?", help=target)
+    p.add_argument("target", help=target)
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
     )
@@ -38,19 +35,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--tolerance", type=float, help="largest error of a loss (default: 1e-6; float32 needs 1e-5)")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
     p.add_argument("--seconds", type=float, help=f"time limit (default: 10 for a loss, {SECONDS:g} for a step)")
-    p.add_argument("--project", choices=PROJECTS, help="check the losses of a public project instead of yours")
-    p.add_argument("--path", help="the project's folder: a clone, or a wheel that was unpacked or installed")
     options = p.parse_args(arguments)
-    if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):
-        p.error("give a target, or --project and --path")
-    if options.target and options.target.endswith(".py"):
+    if options.target.endswith(".py"):
         p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")
-    if options.laws and ":" not in (options.target or ""):
+    if options.laws and ":" not in options.target:
         p.error("--laws checks a loss, FILE.py:FUNCTION")
-    if options.json and (options.project or ":" in options.target):
+    if options.json and ":" in options.target:
         p.error("--json prints the report about a recorded step, not about a loss")
     for name in given(options, "framework", "tolerance"):
-        if options.project or ":" not in options.target:
+        if ":" not in options.target:
             p.error(f"--{name} is an option for a loss function, FILE.py:FUNCTION")
     return options
 
@@ -63,10 +56,6 @@ def given(options: argparse.Namespace, *names: str) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     limit = given(options, "seconds")
-    if options.project:
-        verdicts = judge_project(options.project, options.path, **limit)
-        print(section(options.project, verdicts))
-        return int(any(verdict.differences for verdict in verdicts.values()))
     if ":" in options.target:
         return check_loss(options, limit)
     findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)

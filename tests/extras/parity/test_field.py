@@ -6,10 +6,11 @@ import sys
 import zipfile
 
 import pytest
+import torch
 
-from minivlmrl.extras.parity import command
-from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.field import LOSSES, PROJECTS, Project, Settings, read_functions
+from docs.scripts.field import PROJECTS, __main__
+from docs.scripts.field.reading import LOSSES, Project, Settings, as_loss, read_functions
+from minivlmrl.extras.parity.frameworks import as_torch
 from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "losses_of_the_field.md").read_text()
@@ -41,25 +42,48 @@ def test_functions_are_read_without_importing_their_package(tmp_path):
         read_functions(Project("theirs on PyPI", "1.0", "theirs/kl.py: kl", {}), tmp_path)
 
 
-def test_the_time_limit_of_a_project_may_be_zero(monkeypatch):
-    limits = []
-    monkeypatch.setattr(command, "judge_project", lambda name, path, seconds: limits.append(seconds) or {})
-    monkeypatch.setattr(command, "section", lambda name, verdicts: "")
-    assert main(["--project=verl", "--path=x", "--seconds=0"]) == 0
-    assert limits == [0.0]
+def test_a_decorator_that_changes_the_numbers_is_kept(tmp_path):
+    """Without torch.no_grad, Liger's weights of VESPO would get a gradient."""
+    (tmp_path / "loss.py").write_text("@torch.no_grad()\ndef weight(x):\n    return 2 * x\n")
+    theirs = read_functions(Project("theirs on PyPI", "1.0", "loss.py: weight", {}), tmp_path)
+    assert not theirs.weight(theirs.torch.ones(1, requires_grad=True)).requires_grad
 
 
-def test_the_command_takes_a_target_or_a_project(capsys):
-    for words in ([], ["--project=verl"], ["my_loss.py:my_loss", "--project=verl", "--path=x"], ["x", "--path=x"]):
-        with pytest.raises(SystemExit):
-            main(words)
-        assert "give a target, or --project and --path" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["my_loss.py:my_loss", "--json"])
-    assert "--json prints the report about a recorded step" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["my_loss.py"])
-    assert "my_loss.py is a file; name its function, too: my_loss.py:FUNCTION" in capsys.readouterr().err
+STEP = """
+def train(batches):
+    for x in batches:
+        with timer():
+            loss = 0
+            y = x * factor
+            if y > 3:
+                loss = y
+            else:
+                loss = -y
+        print(loss)
+"""
+
+
+def test_a_part_of_a_function_is_read(tmp_path):
+    (tmp_path / "train.py").write_text(STEP)
+    theirs = read_functions(Project("theirs on PyPI", "1.0", "train.py: train[y:loss]", {}), tmp_path)
+    assert theirs.train(x=2, factor=2).loss == 4
+    assert vars(theirs.train(x=1, factor=2)).items() >= {"x": 1, "y": 2, "loss": -2}.items()
+    with pytest.raises(ValueError, match=r"train.py has no train\[y:kl\]; the table was made with theirs on PyPI 1.0"):
+        read_functions(Project("theirs on PyPI", "1.0", "train.py: train[y:kl]", {}), tmp_path)
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_a_loss_of_another_framework_is_read(framework, tmp_path):
+    """The adapter of a project gets arrays of the project's framework, also advantages for each token."""
+    pytest.importorskip(framework)
+    xp = {"jax": "jnp", "mlx": "mx"}[framework]
+    (tmp_path / "loss.py").write_text(f"def loss(x, advantages):\n    return {xp}.exp(x * advantages).sum()\n")
+    project = Project("theirs on PyPI", "1.0", "loss.py: loss", {}, framework=framework)
+    theirs = read_functions(project, tmp_path)
+    loss = as_torch(as_loss(lambda theirs, b, o: theirs.loss(b.logps, b.advantages), theirs), framework)
+    x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    batch = {"per_token_logps": x, "mask": torch.ones(1, 2), "advantages": torch.zeros(1)}
+    assert loss(batch, {}).item() == 2
 
 
 @pytest.mark.parametrize("name", PROJECTS)
@@ -67,7 +91,8 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
     """A cell of the first table has one letter for each finding, which the second table explains."""
     head, *rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     explained = [row for row in rows if len(row) == 2]
-    letters = {text.removeprefix("mistake: "): letter for letter, text in explained} | {"agrees": "agrees"}
+    letters = {text.removeprefix("mistake: "): letter for letter, text in explained}
+    letters |= {"agrees": "agrees", "no name": "?"}
     project = PROJECTS[name]
     section = f"\n{RECORDED}".split(f"\n### {name}\n")[1].split("\n### ")[0]
     assert f"{project.source}, {project.tried}; adapter " in section
@@ -76,11 +101,13 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
         loss, _, says = line.split(" | ")
         parts = re.split(r"(?:^|; )(?:design|mistake): ", says)
         found[loss] = ", ".join(letters[text] for text in parts if text)
-    assert [*found] == [loss for losses in project.adapters.values() for loss in losses.split("; ")]
+    assert [*found] == [loss for computed in project.adapters.values() for loss in computed.split("; ")]
     assert {*found} <= {*LOSSES}
     [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} {project.tried.split()[0]} |")]
-    cells = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert {loss: cell for loss, cell in zip(head, cells, strict=True) if cell} == found
+    *cells, others = [cell.strip() for cell in line.split("|")[2:-1]]
+    *losses, _ = head
+    shown = {loss: cell for loss, cell in zip(losses, cells, strict=True) if cell}
+    assert shown | dict(cell.split(": ") for cell in others.split("; ") if cell) == found
 
 
 @pytest.mark.slow
@@ -95,5 +122,5 @@ def test_the_page_is_what_a_downloaded_wheel_gives(name, tmp_path, capsys):
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "unpacked")
-    main([f"--project={name}", f"--path={tmp_path / 'unpacked'}", "--seconds=inf"])
+    __main__.main([name, str(tmp_path / "unpacked"), "--seconds=inf"])
     assert capsys.readouterr().out in RECORDED + "\n"

@@ -80,12 +80,21 @@ def test_a_framework_is_unknown_or_missing(monkeypatch):
             check(print, framework=name)
 
 
-@pytest.mark.parametrize("target", ["a_folder", "--project=verl --path=x"])
 @pytest.mark.parametrize("option", ["--framework=jax", "--tolerance=1e-5"])
-def test_options_of_a_loss_are_refused_elsewhere(target, option, capsys):
+def test_options_of_a_loss_are_refused_for_a_step(option, capsys):
     with pytest.raises(SystemExit):
-        main([*target.split(), option])
+        main(["a_folder", option])
     assert f"{option.partition('=')[0]} is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
+
+
+def test_the_command_refuses_half_a_target_and_json_of_a_loss(capsys):
+    for words, says in (
+        (["my_loss.py:my_loss", "--json"], "--json prints the report about a recorded step"),
+        (["my_loss.py"], "my_loss.py is a file; name its function, too: my_loss.py:FUNCTION"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert says in capsys.readouterr().err
 
 
 def test_the_tolerance_of_the_command(tmp_path, capsys):

@@ -1,152 +1,12 @@
-"""Compare the losses of public projects with losses of TRL; docs/losses_of_the_field.md has the results.
+"""Adapters that call the losses of public projects in PyTorch."""
 
-The loss functions are read from a project's source files, so that neither the project's package nor its dependencies
-need to be installed.
-"""
-
-import __future__
-
-import ast
 import enum
-import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 
-import numpy
 import torch
 from torch.nn import functional as F
 
-from minivlmrl.extras.parity.loss import Verdict, judge
-
-GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
-# for each loss in docs/losses_of_the_field.md, the options that select the test cases recorded from TRL
-LOSSES = {
-    "GRPO": GRPO,
-    "GRPO, k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
-    "GRPO, weighted k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": True},
-    "DAPO": GRPO | {"loss_type": "dapo"},
-    "Dr. GRPO": GRPO | {"loss_type": "dr_grpo"},
-    "GSPO": GRPO | {"importance_sampling_level": "sequence"},
-    "CISPO": GRPO | {"loss_type": "cispo"},
-    "SAPO": GRPO | {"loss_type": "sapo"},
-    "DPO": {"kind": "dpo", "loss_type": "sigmoid"},
-    "IPO": {"kind": "dpo", "loss_type": "ipo"},
-    "SFT": {"kind": "sft", "loss_type": "nll"},
-}
-
-
-class Settings(SimpleNamespace):
-    """A stub with arbitrary attributes, which stands in for a project's config, trainer or base class."""
-
-    def __init_subclass__(cls, **_):
-        pass
-
-    def get(self, name: str, default=None):
-        return getattr(self, name, default)
-
-
-@dataclass
-class Project:
-    """A public project: the files with its loss functions, and adapters that call these functions.
-
-    An adapter gets the project's functions, a batch and options, and returns a loss. `check` in loss.py describes the
-    options. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
-    """
-
-    source: str  # package on PyPI or repository
-    tried: str  # version, or commit and date, of the table
-    files: str  # "FILE: NAMES; FILE: NAMES", where names are those of functions, classes or methods (Class.method)
-    adapters: dict[Callable, str]  # losses that each adapter computes, separated by "; "
-    modules: str = ""  # names by which the functions call each other's modules
-    others: dict = field(default_factory=dict)  # further global names that the functions need
-
-    def functions(self) -> list[tuple[str, list[str]]]:
-        """List the project's source files, each with the names of the loss functions in the file."""
-        parts = [text.partition(": ") for text in self.files.split("; ")]
-        return [(file, names.split()) for file, _, names in parts]
-
-
-def read_functions(project: Project, folder: Path) -> SimpleNamespace:
-    """Compile a project's functions from its files, without decorators and annotations."""
-    theirs = SimpleNamespace(torch=torch, nn=torch.nn, F=F, math=math, np=numpy, enum=enum, **project.others)
-    vars(theirs).update(dict.fromkeys(project.modules.split(), theirs))
-    for file, names in project.functions():
-        found = sorted(folder.rglob(file), key=lambda path: len(path.parts))
-        if not found:
-            raise ValueError(f"{folder} has no file {file}; give the folder of a clone or of an unpacked wheel")
-        nodes = definitions(ast.parse(found[0].read_text()).body)
-        for parent, node in list(nodes.items()):
-            nodes |= {f"{parent}.{name}": method for name, method in definitions(node.body).items()}
-        for name in names:
-            if name not in nodes:
-                raise ValueError(f"{found[0]} has no {name}; the table was made with {project.source} {project.tried}")
-            nodes[name].decorator_list = []
-            code = compile(
-                ast.Module([nodes[name]], []), str(found[0]), "exec", __future__.annotations.compiler_flag
-            )  # annotations, which need imports, are not evaluated
-            exec(code, vars(theirs))
-    return theirs
-
-
-def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-    return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-
-
-def judge_project(name: str, folder: str | Path, seconds: float = 10.0) -> dict[str, Verdict]:
-    """Compare all losses of a public project with values and gradients recorded from TRL.
-
-    Args:
-        name: key of PROJECTS.
-        folder: clone or unpacked wheel with the project's files.
-        seconds: time for the search of each loss.
-    """
-    project = PROJECTS[name]
-    theirs = read_functions(project, Path(folder))
-    verdicts = {}
-    for adapter, losses in project.adapters.items():
-        for loss in losses.split("; "):
-            verdicts[loss] = judge(as_loss(adapter, theirs), tolerance=1e-5, seconds=seconds, **LOSSES[loss])
-    return verdicts
-
-
-def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Wrap a public project's loss as a function of a batch and options, which `parity` can check."""
-
-    def loss(batch, options):
-        b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
-        b.old, b.ref = batch.get("old_per_token_logps"), batch.get("ref_per_token_logps")
-        if "advantages" in batch:
-            b.advantages = batch["advantages"][:, None].expand_as(b.mask)
-        return adapter(theirs, b, SimpleNamespace(**options))
-
-    return loss
-
-
-def section(name: str, verdicts: dict[str, Verdict]) -> str:
-    """Return the Markdown section about a project: its files, and a table with the result for each loss."""
-    project = PROJECTS[name]
-    adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
-    files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
-    rows = []
-    for loss, verdict in verdicts.items():
-        findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
-        unnamed = ["agrees"] if not verdict.differences else ["no name"]
-        agreeing = verdict.cases - len(verdict.differences)
-        rows.append(f"| {loss} | {agreeing} of {verdict.cases} | {'; '.join(findings or unnamed)} |")
-    head = f"{project.source}, {project.tried}; adapter {adapters}. The functions are {files}.\n"
-    return "\n".join([f"### {name}\n", head, "| loss | cases that agree | finding |", "|---|---|---|", *rows])
-
-
-def is_sequence(o: SimpleNamespace) -> bool:
-    return o.importance_sampling_level == "sequence"
-
-
-def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Return four tensors (B,): chosen and rejected log-probabilities of the policy, then of the reference."""
-    return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
+from docs.scripts.field.reading import Project, Settings, is_sequence, sums
 
 
 def verl(theirs, b, o):
@@ -348,6 +208,185 @@ def prime_rl_sft(theirs, b, o):
     return sum(losses) / b.mask.sum()
 
 
+def liger(theirs, b, o):
+    return theirs.ppo_loss_fn(
+        b.logps, b.mask, b.advantages[:, 0], b.mask, b.ref, b.old, o.epsilon_low, o.epsilon_high, o.beta, o.loss_type,
+        o.max_completion_length, o.importance_sampling_level, use_bias_correction_kl=o.use_bias_correction_kl,
+        num_items_in_batch=o.tokens,
+    )[0]  # fmt: skip
+
+
+def liger_dpo(theirs, b, o):
+    chosen, rejected, ref_chosen, ref_rejected = sums(b)
+    logits = torch.zeros(2 * len(chosen), 1)  # only for metrics
+    settings = (o.beta, o.loss_type[0], o.label_smoothing)
+    return theirs.preference_loss_fn(chosen, rejected, logits, ref_chosen, ref_rejected, *settings)[0]
+
+
+def torchtune(theirs, b, o):
+    """Call torchtune's losses; GRPOLoss averages over all tokens, and GRPOCompletionLoss has sequence ratios."""
+    name = "GRPOCompletionLoss" if is_sequence(o) else {"bnpo": "GRPOLoss"}.get(o.loss_type, "GRPOSimpleLoss")
+    loss = getattr(theirs, name)(o.epsilon_low, o.beta)
+    return loss(b.old, b.logps, b.ref, b.advantages[:, 0], b.mask.bool())[0]
+
+
+def torchtune_dpo(theirs, b, o):
+    chosen, rejected, ref_chosen, ref_rejected = sums(b)
+    policy = Settings(chosen_logps=chosen, rejected_logps=rejected)
+    ref = Settings(chosen_logps=ref_chosen, rejected_logps=ref_rejected)
+    return theirs.DPOLoss(o.beta, o.label_smoothing)(policy, ref)[0].mean()
+
+
+def torchforge(theirs, b, o):
+    return theirs.SimpleGRPOLoss(o.beta)(b.logps, b.ref, b.advantages, b.mask)
+
+
+def torchtitan(theirs, b, o):
+    """Call torchtitan's DAPO loss, which gets all rows in one packed sequence."""
+    config = Settings(ratio_clip_low=o.epsilon_low, ratio_clip_high=o.epsilon_high)
+    names = {"generator_logprobs": b.old, "advantages": b.advantages, "loss_mask": b.mask.bool()}
+    packed = {name: x.flatten() for name, x in names.items()}
+    theirs.compute_logprobs = lambda *_, **__: (b.logps.flatten(), torch.zeros(b.mask.numel()))
+    return theirs.DAPOLoss(config)(None, None, o.tokens, **packed)[0]
+
+
+def megatron(theirs, b, o):
+    """Average Megatron-LM's per-token loss over the tokens of each row and then over the rows."""
+    bounds = (o.epsilon_low, o.epsilon_high)
+    loss = theirs.calculate_grpo_loss(b.logps, b.old, b.ref, b.advantages[:, 0], *bounds, o.beta, 0.0)[0]
+    return ((loss * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)).mean()
+
+
+def minimind(theirs, b, o):
+    args = Settings(loss_type=o.loss_type, epsilon=o.epsilon_low, epsilon_high=o.epsilon_high, beta=o.beta)
+    return theirs.grpo_train_epoch(
+        per_token_logps=b.logps, old_per_token_logps=b.old, ref_per_token_logps=b.ref, args=args,
+        advantages=b.advantages[:, 0], completion_mask=b.mask,
+    ).policy_loss  # fmt: skip
+
+
+def minimind_dpo(theirs, b, o):
+    """Call minimind's DPO loss, whose batch has all chosen rows before all rejected rows."""
+    ref, logps, mask = (x.transpose(0, 1).flatten(0, 1) for x in (b.ref, b.logps, b.mask))
+    return theirs.dpo_loss(ref, logps, mask, o.beta)
+
+
+def simple_grpo(theirs, b, o):
+    names = {"engine": Settings(device="cpu"), "tokenizer": Settings(pad_token_id=0), "inputs": b.mask}
+    names |= {"per_token_logps": b.logps, "ref_per_token_logps": b.ref, "batch": {"gen_logps": b.old}}
+    names |= {"prompt_length": 0, "advantages": b.advantages, "beta": o.beta, "clip_param": o.epsilon_low}
+    return theirs.GRPO_step(**names).loss
+
+
+def nano_aha_moment(theirs, b, o):
+    theirs.compute_token_log_probs = lambda *_: b.logps
+    theirs.close_to_zero = lambda advantages, mask: mask.sum()
+    batch = {"labels_mask": F.pad(b.mask, (1, 0)), "advantages": F.pad(b.advantages, (1, 0))}
+    batch |= {"ref_log_probs": b.ref} | dict.fromkeys(("input_ids", "attention_mask", "labels"))
+    return theirs.compute_pg_loss(None, batch, torch.tensor(float(o.tokens)), 1.0, o.beta)[0]
+
+
+def fork_of_openrlhf(theirs, b, o, token_mean, *mask):
+    loss = theirs.PolicyLoss(o.epsilon_low, **token_mean)(b.logps, b.old, b.advantages, b.mask)
+    if o.beta:
+        kl = theirs.compute_approx_kl(b.logps, b.ref, *mask, kl_estimator="k3")
+        loss = loss + o.beta * theirs.masked_mean(kl, b.mask, dim=-1).mean()
+    return loss
+
+
+def mm_eureka(theirs, b, o):
+    return fork_of_openrlhf(theirs, b, o, {}, b.mask)
+
+
+def lmm_r1(theirs, b, o):
+    return fork_of_openrlhf(theirs, b, o, {"token_level_loss": o.loss_type != "grpo"})
+
+
+def r1_v(theirs, b, o):
+    """Run the last lines of compute_loss, in R1-V and in projects with the same lines."""
+    names = {"per_token_logps": b.logps, "advantages": b.advantages[:, 0], "completion_mask": b.mask}
+    log_ratio = b.ref - b.logps
+    names["per_token_kl"] = log_ratio.exp() - log_ratio - 1  # an earlier line
+    settings = {"kl_approximator": "k3", "use_kl": bool(o.beta), "entropy_reg": False}  # of Perception-R1
+    return theirs.compute_loss(**names, self=Settings(beta=o.beta, script_args=Settings(**settings))).loss
+
+
+def llama_factory_dpo(theirs, b, o):
+    return theirs.compute_sigmoid_dpo_loss(*sums(b), o.beta, o.label_smoothing).mean()
+
+
+def original_dpo(theirs, b, o):
+    ipo = o.loss_type == ["ipo"]
+    return theirs.preference_loss(*sums(b), o.beta, o.label_smoothing, ipo)[0].mean()
+
+
+def roll_config(o, dual_clip):
+    bounds = {"pg_clip": 0.2, "pg_clip_low": o.epsilon_low, "pg_clip_high": o.epsilon_high}
+    return Settings(**bounds, use_pg_clip_range=True, dual_clip_loss=dual_clip)
+
+
+def roll(theirs, b, o, dual_clip=False, advantages=None):
+    """Call ROLL's losses; ROLL multiplies advantages by the mask of the answers."""
+    if advantages is None:
+        advantages = b.advantages * b.mask
+    cispo = {"cispo_epsilon_low": o.epsilon_low, "cispo_epsilon_high": o.epsilon_high}
+    worker = Settings(pipeline_config=roll_config(o, dual_clip), _cached_metrics={}, _cispo_config_logged=True)
+    worker._get_or_cache_config = lambda name, default: cispo.get(name, default)
+    ratio = (b.logps - b.old).exp()
+    mode = "seq-mean-token-mean" if o.loss_type == "grpo" else "token-mean"
+    tokens, rows = {"final_response_mask": o.tokens}, {"final_response_mask": len(b.mask)}
+    if o.loss_type == "cispo":
+        loss = theirs._compute_cispo_loss(worker, ratio, b.logps, advantages)
+    else:
+        loss = theirs._compute_ppo_loss(worker, ratio, advantages, b.mask, tokens, rows)
+    divisors = {"batch_num_tokens": o.tokens, "global_valid_samples": len(b.mask)}
+    loss = theirs.agg_loss(loss, b.mask, mode, **divisors)
+    if o.beta:
+        kl = theirs.compute_approx_kl(b.logps, b.ref, b.mask, kl_penalty="k3")
+        loss = loss + o.beta * theirs.agg_loss(kl, b.mask, mode, **divisors)
+    return loss
+
+
+def roll_filtered(theirs, b, o):
+    """Average over the tokens that a filter leaves, with the advantages of all tokens."""
+    return roll(theirs, b, o, advantages=b.advantages)
+
+
+def roll_dpo(theirs, b, o):
+    return theirs.loss_fn(*sums(b), ipo=o.loss_type == ["ipo"], beta=o.beta, label_smoothing=o.label_smoothing)[0]
+
+
+def policy_gradients(theirs, b, o):
+    name = "GSPOLoss" if is_sequence(o) else {"cispo": "CISPOLoss"}.get(o.loss_type, "GRPOLoss")
+    experience = Settings(log_probs_old=b.old, log_probs_ref=b.ref, action_mask=b.mask, advantages=b.advantages)
+    return getattr(theirs, name)(o.epsilon_low, o.epsilon_high, o.beta)(b.logps, experience)
+
+
+def axolotl(theirs, b, o):
+    names = ("beta", "epsilon_low", "epsilon_high", "loss_type", "importance_sampling_level", "max_completion_length")
+    args = Settings(delta=None, use_bias_correction_kl=o.use_bias_correction_kl)
+    args.sapo_temperature_pos, args.sapo_temperature_neg = 1.0, 1.05
+    trainer = Settings(
+        **{name: getattr(o, name) for name in names}, args=args, use_vllm=False, accelerator=ONE_PROCESS,
+        model=Settings(training=False), current_gradient_accumulation_steps=1,
+    )  # fmt: skip
+    inputs = {"ref_per_token_logps": b.ref, "num_items_in_batch": torch.tensor(float(o.tokens))}
+    return theirs._compute_loss(
+        self=trainer, inputs=inputs, per_token_logps=b.logps, old_per_token_logps=b.old, mask=b.mask,
+        advantages=b.advantages, off_policy_mask=None, entropy_mask=None,
+    ).loss  # fmt: skip
+
+
+def reasoning_from_scratch(theirs, b, o):
+    """Average the objective of the book, which has one ratio for each answer, over rows."""
+    found = theirs.compute_grpo_loss(log_ratio=b.logps - b.old, adv=b.advantages, clip_eps=o.epsilon_low)
+    return -((found.obj * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)).mean()
+
+
+class BaseLoss(Settings):
+    Config = Settings  # of torchtitan
+
+
 ONE_PROCESS = Settings(gather_for_metrics=lambda x: x, num_processes=1)
 
 PROJECTS = {
@@ -430,5 +469,113 @@ PROJECTS = {
         "github.com/PrimeIntellect-ai/prime-rl", "559b4477 of 2026-08-21",
         "prime_rl/trainer/rl/loss.py: _safe_mean ce_loss_fn", {prime_rl_sft: "SFT"},
         others={"LossOutputs": Settings},
+    ),
+    "Liger-Kernel": Project(
+        "github.com/linkedin/Liger-Kernel", "ead96b61 of 2026-08-21",
+        "chunked_loss/grpo_loss.py: k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn "
+        "LigerFusedLinearGRPOFunction.ppo_loss_fn; chunked_loss/fused_linear_ppo.py: LigerFusedLinearPPOBase; "
+        "chunked_loss/dpo_loss.py: LigerFusedLinearDPOFunction.preference_loss_fn",
+        {liger: "GRPO; GRPO, k3; GRPO, weighted k3; BNPO; DAPO; Dr. GRPO; GSPO; CISPO; SAPO; LUSPO; "
+         "LUSPO, weighted k3; VESPO", liger_dpo: "DPO; hinge; robust"},
+        others={"Optional": None, "abstractmethod": lambda function: function},
+    ),
+    "axolotl": Project(
+        "github.com/axolotl-ai-cloud/axolotl", "067b021c of 2026-07-24",
+        "core/trainers/grpo/async_trainer.py: AsyncGRPOTrainer._compute_loss[log_ratio:loss]",
+        {axolotl: "GRPO; GRPO, k3; GRPO, weighted k3; BNPO; DAPO; Dr. GRPO; GSPO; CISPO; SAPO; LUSPO; "
+         "LUSPO, weighted k3"},
+    ),
+    "torchtune": Project(
+        "github.com/meta-pytorch/torchtune", "bd2a0fc7 of 2026-04-23",
+        "dev/grpo/loss.py: GRPOLoss GRPOCompletionLoss GRPOSimpleLoss; rlhf/rewards.py: masked_mean masked_sum; "
+        "rlhf/loss/dpo.py: PreferenceLoss DPOLoss",
+        {torchtune: "GRPO; GRPO, k3; BNPO; GSPO", torchtune_dpo: "DPO"}, "rlhf",
+    ),
+    "torchforge": Project(
+        "github.com/meta-pytorch/torchforge", "6e77f0b3 of 2025-11-15", "losses/grpo_loss.py: SimpleGRPOLoss",
+        {torchforge: "GRPO; GRPO, k3"},
+    ),
+    "torchtitan": Project(
+        "github.com/pytorch/torchtitan", "b5bcd76c of 2026-08-21", "experiments/rl/losses/dapo.py: DAPOLoss",
+        {torchtitan: "DAPO"},
+        others={"BaseLoss": BaseLoss, "_MAX_LOG_RATIO": 10, "dataclass": lambda **_: lambda x: x},
+    ),
+    "Megatron-LM": Project(
+        "github.com/NVIDIA/Megatron-LM", "d98e8a64 of 2026-08-22", "megatron/rl/rl_utils.py: calculate_grpo_loss",
+        {megatron: "GRPO; GRPO, k3"},
+    ),
+    "ROLL": Project(
+        "github.com/alibaba/ROLL", "8eb27cc2 of 2026-08-19",
+        "roll/utils/functionals.py: compute_approx_kl agg_loss masked_mean masked_sum; "
+        "pipeline/rlvr/actor_pg_worker.py: ActorPGWorker._compute_ppo_loss ActorPGWorker._compute_cispo_loss; "
+        "pipeline/dpo/actor_worker.py: loss_fn",
+        {roll: "GRPO; GRPO, k3; DAPO; DAPO, k3; CISPO", roll_dpo: "DPO; IPO"},
+    ),
+    "MM-EUREKA": Project(
+        "github.com/ModalMinds/MM-EUREKA", "bccddd7 of 2025-04-04",
+        "openrlhf/models/loss.py: PolicyLoss; openrlhf/models/utils.py: compute_approx_kl masked_mean",
+        {mm_eureka: "GRPO; GRPO, k3"},
+    ),
+    "lmm-r1": Project(
+        "github.com/TideDra/lmm-r1", "f917f18 of 2025-04-29",
+        "openrlhf/models/loss.py: PolicyLoss; openrlhf/models/utils.py: compute_approx_kl masked_mean",
+        {lmm_r1: "GRPO; GRPO, k3; BNPO"},
+    ),
+    "R1-V": Project(
+        "github.com/Deep-Agent/R1-V", "bbbbe3d of 2025-03-02",
+        "src/r1-v/src/open_r1/trainer/grpo_trainer.py: Qwen2VLGRPOTrainer.compute_loss[per_token_loss:loss]",
+        {r1_v: "GRPO; GRPO, k3"},
+    ),
+    "Visual-RFT": Project(
+        "github.com/Liuziyu77/Visual-RFT", "9486633 of 2025-05-21",
+        "src/virft/src/open_r1/trainer/grpo_trainer.py: Qwen2VLGRPOTrainer.compute_loss[per_token_loss:loss]",
+        {r1_v: "GRPO; GRPO, k3"},
+    ),
+    "CLS-RL": Project(
+        "github.com/minglllli/CLS-RL", "0dc42e0 of 2025-09-19",
+        "src/cls-rl/src/open_r1/trainer/grpo_trainer.py: Qwen2VLGRPOTrainer.compute_loss[per_token_loss:loss]",
+        {r1_v: "GRPO; GRPO, k3"},
+    ),
+    "open-r1-multimodal": Project(
+        "github.com/EvolvingLMMs-Lab/open-r1-multimodal", "232b7ba of 2025-02-08",
+        "src/open_r1/trainer/grpo_trainer.py: Qwen2VLGRPOTrainer.compute_loss[per_token_loss:loss]",
+        {r1_v: "GRPO; GRPO, k3"},
+    ),
+    "Perception-R1": Project(
+        "github.com/linkangheng/PR1", "48d5558 of 2025-05-19",
+        "src/open_r1/trainer/grpo_trainer_vllm.py: Qwen2VLGRPOTrainer.compute_loss[per_token_loss:loss]",
+        {r1_v: "GRPO; GRPO, k3"},
+    ),
+    "minimind": Project(
+        "github.com/jingyaogong/minimind", "d65ef2c of 2026-08-21",
+        "trainer/train_grpo.py: grpo_train_epoch[kl_div:policy_loss]; trainer/train_dpo.py: dpo_loss",
+        {minimind: "GRPO; GRPO, k3; CISPO", minimind_dpo: "DPO"},
+    ),
+    "simple_GRPO": Project(
+        "github.com/lsdefine/simple_GRPO", "4ab94c6 of 2025-08-05",
+        "grpo_vllm_one.py: GRPO_step[per_token_kl:loss]", {simple_grpo: "GRPO; GRPO, k3"},
+        others={"compute_gen_logps": True},
+    ),
+    "nano-aha-moment": Project(
+        "github.com/McGill-NLP/nano-aha-moment", "6cd0306 of 2025-07-07", "nano_r1_script.py: compute_pg_loss",
+        {nano_aha_moment: "DAPO; DAPO, k3"},
+    ),
+    "policy-gradients": Project(
+        "github.com/zafstojano/policy-gradients", "0d112aa of 2026-01-20",
+        "policy_gradients/loss.py: approx_kl masked_mean GRPOLoss GSPOLoss CISPOLoss",
+        {policy_gradients: "GRPO; GRPO, k3; GSPO; CISPO"},
+    ),
+    "reasoning-from-scratch": Project(
+        "github.com/rasbt/reasoning-from-scratch", "f79c9cd of 2026-04-21",
+        "ch07/03_rlvr_grpo_scripts_advanced/7_4_plus_clip_ratio.py: compute_grpo_loss[ratio:obj]",
+        {reasoning_from_scratch: "GRPO"},
+    ),
+    "LLaMA-Factory v1": Project(
+        "github.com/hiyouga/LLaMA-Factory", "ff6d4d12 of 2026-08-18",
+        "v1/trainers/dpo_trainer.py: compute_sigmoid_dpo_loss", {llama_factory_dpo: "DPO"},
+    ),
+    "direct-preference-optimization": Project(
+        "github.com/eric-mitchell/direct-preference-optimization", "f8b8c0f of 2023-12-14",
+        "trainers.py: preference_loss", {original_dpo: "DPO; IPO"},
     ),
 }  # fmt: skip

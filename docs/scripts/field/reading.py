@@ -1,0 +1,212 @@
+"""Read the loss functions of a public project, and compare its losses with those of TRL.
+
+The loss functions are read from a project's source files, so that neither the project's package nor its dependencies
+need to be installed.
+"""
+
+import __future__
+
+import ast
+import enum
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import torch
+from torch.nn import functional as F
+
+from minivlmrl.extras.parity.loss import Verdict, judge
+
+GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
+K3 = {"beta": 0.1, "use_bias_correction_kl": False}
+# for each loss in docs/losses_of_the_field.md, the options that select the test cases recorded from TRL
+LOSSES = {
+    "GRPO": GRPO,
+    "GRPO, k3": GRPO | K3,
+    "GRPO, weighted k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": True},
+    "BNPO": GRPO | {"loss_type": "bnpo"},
+    "BNPO, weighted k3": GRPO | {"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": True},
+    "DAPO": GRPO | {"loss_type": "dapo"},
+    "DAPO, k3": GRPO | K3 | {"loss_type": "dapo"},
+    "Dr. GRPO": GRPO | {"loss_type": "dr_grpo"},
+    "GSPO": GRPO | {"importance_sampling_level": "sequence"},
+    "CISPO": GRPO | {"loss_type": "cispo"},
+    "SAPO": GRPO | {"loss_type": "sapo"},
+    "LUSPO": GRPO | {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "LUSPO, weighted k3": GRPO
+    | {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True},
+    "VESPO": GRPO | {"loss_type": "vespo"},
+    "DPO": {"kind": "dpo", "loss_type": "sigmoid"},
+    "IPO": {"kind": "dpo", "loss_type": "ipo"},
+    "hinge": {"kind": "dpo", "loss_type": "hinge"},
+    "robust": {"kind": "dpo", "loss_type": "robust"},
+    "SFT": {"kind": "sft", "loss_type": "nll"},
+}
+# modules that the functions use by these names
+MODULES = {"torch": {}, "jax": {"jax": "jax", "jnp": "jax.numpy"}, "mlx": {"mx": "mlx.core"}}
+# decorators that change what a function computes; the others would need imports
+KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod")
+
+
+class Settings(SimpleNamespace):
+    """A stub with arbitrary attributes, which stands in for a project's config, trainer or base class."""
+
+    def __init_subclass__(cls, **_):
+        pass
+
+    def get(self, name: str, default=None):
+        return getattr(self, name, default)
+
+
+@dataclass
+class Project:
+    """A public project: the files with its loss functions, and adapters that call these functions.
+
+    An adapter gets the project's functions, a batch and options, and returns a loss. `check` in loss.py describes the
+    options. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
+    """
+
+    source: str  # package on PyPI or repository
+    tried: str  # version, or commit and date, of the table
+    # "FILE: NAMES; FILE: NAMES", where a name is that of a function, class or method (Class.method). NAME[first:last]
+    # is the part of a function from the statement that assigns `first` to the one that assigns `last`; it becomes a
+    # function that gets the part's variables, and returns all of them.
+    files: str
+    adapters: dict[Callable, str]  # losses that each adapter computes, separated by "; "
+    modules: str = ""  # names by which the functions call each other's modules
+    others: dict = field(default_factory=dict)  # further global names that the functions need
+    framework: str = "torch"
+
+    def functions(self) -> list[tuple[str, list[str]]]:
+        """List the project's source files, each with the names of the loss functions in the file."""
+        parts = [text.partition(": ") for text in self.files.split("; ")]
+        return [(file, names.split()) for file, _, names in parts]
+
+
+def read_functions(project: Project, folder: Path) -> SimpleNamespace:
+    """Compile a project's functions from its files, without annotations and most decorators."""
+    theirs = SimpleNamespace(torch=torch, nn=torch.nn, F=F, math=math, np=numpy, enum=enum, **project.others)
+    vars(theirs).update({name: importlib.import_module(path) for name, path in MODULES[project.framework].items()})
+    vars(theirs).update(dict.fromkeys(project.modules.split(), theirs))
+    for file, names in project.functions():
+        found = sorted(folder.rglob(file), key=lambda path: len(path.parts))
+        if not found:
+            raise ValueError(f"{folder} has no file {file}; give the folder of a clone or of an unpacked wheel")
+        nodes = definitions(ast.parse(found[0].read_text()).body)
+        for parent, node in list(nodes.items()):
+            nodes |= {f"{parent}.{name}": method for name, method in definitions(node.body).items()}
+        for text in names:
+            name, _, part = text.removesuffix("]").partition("[")
+            where = f"{found[0]} has no {text}; the table was made with {project.source} {project.tried}"
+            if name not in nodes:
+                raise ValueError(where)
+            if part:
+                statements = part_of(nodes[name], *part.split(":"))
+                if not statements:
+                    raise ValueError(where)
+                setattr(theirs, name.rpartition(".")[2], as_function(compiled(statements, found[0]), theirs))
+            else:
+                decorators = nodes[name].decorator_list
+                nodes[name].decorator_list = [node for node in decorators if ast.unparse(node) in KEPT]
+                exec(compiled([nodes[name]], found[0]), vars(theirs))
+    return theirs
+
+
+def compiled(statements: list[ast.stmt], file: Path):
+    """Compile statements so that annotations, which need imports, are not evaluated."""
+    return compile(ast.Module(statements, []), str(file), "exec", __future__.annotations.compiler_flag)
+
+
+def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def part_of(function: ast.AST, first: str, last: str) -> list[ast.stmt]:
+    """Return the statements from the first one that assigns `first` to the next one that assigns `last`.
+
+    Both are in the same block, and this block is the innermost one.
+    """
+    parts = []
+    for node in ast.walk(function):
+        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if not isinstance(block, list):
+                continue
+            begin = next((i for i, x in enumerate(block) if first in assigned(x)), len(block))
+            end = next((i for i, x in enumerate(block) if i >= begin and last in assigned(x)), None)
+            if end is not None:
+                parts.append(block[begin : end + 1])
+    return parts[-1] if parts else []  # ast.walk visits the innermost block last
+
+
+def assigned(statement: ast.stmt) -> set[str]:
+    """Return the names of the variables that a statement assigns, in its branches as well."""
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def as_function(code, theirs: SimpleNamespace) -> Callable:
+    """Return a function that runs a part of a function with the given variables, and returns all variables."""
+
+    def run(**variables) -> SimpleNamespace:
+        variables = {**vars(theirs), **variables}
+        exec(code, variables)
+        return SimpleNamespace(**variables)
+
+    return run
+
+
+def judge_project(project: Project, folder: str | Path, seconds: float = 10.0) -> dict[str, Verdict]:
+    """Compare all losses of a public project with values and gradients recorded from TRL.
+
+    Args:
+        project: the project's files and adapters.
+        folder: clone or unpacked wheel with the project's files.
+        seconds: time for the search of each loss.
+    """
+    theirs = read_functions(project, Path(folder))
+    verdicts = {}
+    for adapter, losses in project.adapters.items():
+        loss = as_loss(adapter, theirs)
+        for name in losses.split("; "):
+            verdicts[name] = judge(loss, tolerance=1e-5, seconds=seconds, framework=project.framework, **LOSSES[name])
+    return verdicts
+
+
+def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
+    """Wrap a public project's loss as a function of a batch and options, which `parity` can check."""
+
+    def loss(batch, options):
+        b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
+        b.old, b.ref = batch.get("old_per_token_logps"), batch.get("ref_per_token_logps")
+        if "advantages" in batch:
+            b.advantages = batch["advantages"][:, None] + 0 * b.mask
+        return adapter(theirs, b, SimpleNamespace(**options))
+
+    return loss
+
+
+def section(name: str, project: Project, verdicts: dict[str, Verdict]) -> str:
+    """Return the Markdown section about a project: its files, and a table with the result for each loss."""
+    adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
+    files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
+    rows = []
+    for loss, verdict in verdicts.items():
+        findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
+        unnamed = ["agrees"] if not verdict.differences else ["no name"]
+        agreeing = verdict.cases - len(verdict.differences)
+        rows.append(f"| {loss} | {agreeing} of {verdict.cases} | {'; '.join(findings or unnamed)} |")
+    head = f"{project.source}, {project.tried}; adapter {adapters}. The functions are {files}.\n"
+    return "\n".join([f"### {name}\n", head, "| loss | cases that agree | finding |", "|---|---|---|", *rows])
+
+
+def is_sequence(o: SimpleNamespace) -> bool:
+    return o.importance_sampling_level == "sequence"
+
+
+def sums(b: SimpleNamespace) -> list[torch.Tensor]:
+    """Return four tensors (B,): chosen and rejected log-probabilities of the policy, then of the reference."""
+    return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
