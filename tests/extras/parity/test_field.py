@@ -1,5 +1,6 @@
 """Test the verdicts on the losses of public projects: the command, the record and the page agree."""
 
+import doctest
 import re
 import subprocess
 import sys
@@ -108,6 +109,12 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
     *losses, _ = head
     shown = {loss: cell for loss, cell in zip(losses, cells, strict=True) if cell}
     assert shown | dict(cell.split(": ") for cell in others.split("; ") if cell) == found
+
+
+def test_the_smallest_examples_of_mistakes_print_what_the_page_shows():
+    page = ROOT / "docs" / "notes" / "bugs_of_others.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.failed == 0 and found.attempted > 30
 
 
 @pytest.mark.slow
