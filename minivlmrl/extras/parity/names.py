@@ -389,7 +389,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "a row has the images of tool responses", IN_A_LIST
     ),
     Quantity("attended", "tokens, logps", "training uses another model", "TRL PR 4976"): {
-        "the model does not attend to {}": regions(lambda s: s.x & ~s.region)
+        "the model does not attend to {}": regions(lambda s: s.x & ~s.region),
+        "tokens attend to the padding before the prompt": lambda s: s.x | ~s.completion,
     },
     Quantity("drop truncated", "mask", "the wrong completions are trained", "TRL PR 2881", about=TRUNCATION): {
         "truncated completions are in the loss": False,

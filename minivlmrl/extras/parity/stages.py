@@ -108,18 +108,23 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
-    ids = sampled[0]
+    ids, flags = sampled
     no_token = d.about.get("pad_token_id", -1)
     their_ids = d["input_ids"].where(d.completion, no_token)
     their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
     ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
-    attended = ids[:, : d.width] >= 0
-    theirs = d["attention_mask"].bool() & attended
+    sampled_mask = ids[:, : d.width] >= 0
+    attention_mask = d["attention_mask"].bool()
+    in_prompt = ~d.completion
     # An attention mask of zeros is accepted, because a trainer may skip the forward pass of truncated completions.
-    attended = change("attended", attended & theirs.any(1, keepdim=True))
+    is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
+    attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
+    attended = change("attended", attended)
+    # Whether the model's own tokens are left out is a question for the stage "mask", since many trainers have one mask.
+    is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
-        "attention_mask": (theirs.double(), attended.double(), 1.0),
+        "attention_mask": ((attention_mask & is_compared).double(), (attended & is_compared).double(), 1.0),
     }
 
 

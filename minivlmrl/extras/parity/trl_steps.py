@@ -80,11 +80,14 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     if SMOOTHED_LOSSES.isdisjoint(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
+    if trainer.ref_model and not trainer.args.sync_ref_model:
+        about["ref_model"] = "../{}/ref_model"  # the reference before the first step, because it never changes
 
     def rows(inputs: dict) -> dict:
         pairs = len(inputs["input_ids"]) // 2
         number = torch.arange(2 * pairs)
-        return {"pair": number % pairs, "chosen": (number < pairs).long(), **prompt_mask(trainer, inputs["input_ids"])}
+        tensors = {"pair": number % pairs, "chosen": (number < pairs).long(), "rollout_step": 0 * number}
+        return tensors | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -158,6 +161,9 @@ class Steps(ExitStack, TrainerCallback):
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)
         self.callback(trainer.remove_callback, self)
+        self.given = []  # (token ids, images) of each batch that the model has not seen yet
+        if trainer.data_collator:
+            self.enter_context(patch.object(trainer, "data_collator", self.collated(trainer.data_collator)))
         self.wrap("_prepare_inputs", self.begin)
         self.wrap("training_step", self.keep_loss)
         self.wrap("_clip_grad_norm", self.keep_norm)
@@ -190,6 +196,29 @@ class Steps(ExitStack, TrainerCallback):
         """True if the current step is recorded. Evaluations are not recorded."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
+    def collated(self, collate):
+        """Wrap the data collator so that it also records the images in the rows of the data set."""
+
+        def outer(examples):
+            batch = collate(examples)
+            has_images = "pixel_values" in batch and all("images" in example for example in examples)
+            if has_images and self.trainer.state.global_step < self.steps:
+                # In DPO, all chosen answers come first, then all rejected answers.
+                copies = len(batch["input_ids"]) // len(examples)
+                pictures = [example["images"] for example in examples] * copies
+                self.given.append((batch["input_ids"].clone(), given_pictures(pictures, self.trainer)))
+            return batch
+
+        return outer
+
+    def given_to(self, ids: torch.Tensor) -> dict:
+        """Return the images of the first batch with these token ids; batches are collated before they are used."""
+        for number, (known_ids, pictures) in enumerate(self.given):
+            if torch.equal(known_ids, ids):
+                del self.given[number]
+                return pictures
+        return {}
+
     def begin(self, inputs: dict, *_):
         """Record the tensors and images of a micro-batch from the inputs of the model."""
         part = self.rows(inputs)
@@ -197,6 +226,8 @@ class Steps(ExitStack, TrainerCallback):
             if inputs.get(their_name) is not None:
                 part.setdefault(name, torch.as_tensor(inputs[their_name]))
         rows = next(iter(part.values()))
+        if self.given:
+            part |= self.given_to(inputs["input_ids"])
         part["micro_batch"] = torch.full((len(rows),), len(self.parts))
         self.parts.append(part)
 
@@ -290,12 +321,11 @@ class grpo_steps(Steps):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
         self.rollouts = []  # tensors from each rollout so far
         self.num_rows = 0  # completions in these rollouts
-        self.conversations = []  # one per completion so far, if the trainer has tools
+        self.conversations = []  # one per completion so far
         self.given_rewards = {}  # {reward function's index: its rewards for this rollout}
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
-        if trainer.tools:
-            self.wrap("_generate_single_turn", self.drew)
+        self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
             # The return value of a plain reward function is recorded. For reward models and async functions, the
@@ -418,13 +448,17 @@ def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
-    tensors = {
-        "sampler_ids": tokens[..., 0],
-        "sampler_mask": tokens[..., 1],
-        "sampler_num_images": torch.tensor([len(x.pictures) for x in conversations]),
-    }
-    pictures = [image for x in conversations for image in x.pictures]
-    if pictures:
-        fields = trainer.processing_class.image_processor(images=pictures, return_tensors="pt")
+    tensors = {"sampler_ids": tokens[..., 0], "sampler_mask": tokens[..., 1]}
+    if trainer.tools:
+        tensors |= given_pictures([x.pictures for x in conversations], trainer)
+    return tensors
+
+
+def given_pictures(pictures: list[list], trainer) -> dict:
+    """Return the images that each row was given, as the trainer's processor makes tensors of them."""
+    tensors = {"sampler_num_images": torch.tensor([len(images) for images in pictures])}
+    flat = [image for images in pictures for image in images]
+    if flat:
+        fields = trainer.processing_class.image_processor(images=flat, return_tensors="pt")
         tensors |= {f"sampler_{name}": x for name, x in fields.items()}
     return tensors

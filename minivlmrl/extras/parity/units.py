@@ -198,6 +198,8 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
     if forced.any():
         regions |= regions_of_turns(d.is_stop(ids), image, drawn, forced)
     else:
+        regions["the sampled tokens"] = drawn
+    if not forced.any() and ids.shape == d["input_ids"].shape:  # the sampler's ids have another shape
         counted = drawn & d["completion_mask"].bool()
         for k, number in ((1, ""), (2, "2 "), (3, "3 ")):
             regions[f"the first {number}tokens"] = first(drawn, k)

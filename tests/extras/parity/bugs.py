@@ -215,6 +215,13 @@ def label_texts(put, trainer):
     around(None, "data_collator", change)(put, trainer)
 
 
+def images_of_the_next_row(collate, examples):
+    batch = collate(examples)
+    rows = len(batch["input_ids"])  # each row has one image, and all images have the same size
+    batch["pixel_values"] = batch["pixel_values"].unflatten(0, (rows, -1)).roll(-1, 0).flatten(0, 1)
+    return batch
+
+
 def double_merger(put, trainer):
     for p in trainer.model.model.visual.merger.parameters():
         p.register_hook(lambda gradient: 2 * gradient)
@@ -467,6 +474,16 @@ TRL_BUGS = {
     "tool_responses_not_attended_to": turns_loss("tokens", "does not attend to tool responses",
         "torch.cat([prompt_mask, completion_mask], dim=1)",  # huggingface/trl/pull/4976
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL),
+    "padding_before_prompts_attended_to": edited("_compute_loss", "tokens",
+        "attend to the padding before the prompt",
+        "torch.cat([prompt_mask, completion_mask], dim=1)",
+        "torch.cat([torch.ones_like(prompt_mask), completion_mask], dim=1)"),
+    "scored_tokens_that_were_not_sampled": score("tokens", "were decoded and encoded again", IDS,
+        IDS.replace("(ids)", "(self._tokenizer.encode(self._tokenizer.decode(ids)))")),
+    "images_of_the_next_pair": InTRL("pictures", "a row has the images of", around(None, "data_collator",
+        images_of_the_next_row), FOUR_PAIRS, "dpo"),
+    "dpo_reference_is_the_policy": InTRL("logps of reference", "weights of the policy",
+        lambda put, trainer: put(trainer, "ref_model", trainer.model), LATER | {"learning_rate": 2e-2}, "dpo"),
     "a_cut_completion_that_ended_a_turn": turns_score("mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"), TELL | {"ends": 0.2,
         "mask_truncated_completions": True}),
