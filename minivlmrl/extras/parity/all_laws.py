@@ -60,6 +60,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
             that breaks it.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
+    __tracebackhide__ = True  # pytest then shows the caller's line instead of this docstring
     report = examine(my_loss, kind, tolerance, framework, **options)
     if not report.agrees:
         raise AssertionError(str(report))

@@ -1,4 +1,7 @@
-"""Assertions with which you test your own trainer, on tensors or NumPy arrays."""
+"""Assertions with which you test your own trainer, on tensors or NumPy arrays.
+
+`__tracebackhide__` makes pytest show the caller's line instead of these functions.
+"""
 
 import torch
 
@@ -11,6 +14,7 @@ def assert_step(folder):
 
     Raises ValueError if the folder does not contain a step, or if nothing could be compared.
     """
+    __tracebackhide__ = True
     findings, d = checked(folder, SECONDS)
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
 
@@ -28,6 +32,7 @@ def assert_split_invariant(
         sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.
         parts_name: name of the parts in error messages.
     """
+    __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
@@ -60,11 +65,13 @@ def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float =
     Args:
         gradients: as in assert_split_invariant, with one list of row indices for each rank.
     """
+    __tracebackhide__ = True
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 
 
 def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
     """Assert that the log-probabilities (n, T) of sampler and trainer agree within `tolerance` nats where mask is 1."""
+    __tracebackhide__ = True
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
     is_counted = torch.as_tensor(mask) > 0

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.calling import loss_and_gradient
+from minivlmrl.extras.parity.examined import DEFAULTS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import as_step, find_names
@@ -52,7 +54,8 @@ def check(
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger; a loss that computes in float32 needs 1e-5.
         kind: loss kind: grpo, dpo or sft.
-        seconds: time after which the search for a name ends.
+        seconds: about the time after which the search for a name ends. Trials are counted, so that the same loss has
+            the same verdict on each machine.
         framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays of its framework.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
@@ -61,6 +64,7 @@ def check(
         AssertionError: some cases differ from TRL. The message lists these cases, and the mistakes and designs that
             explain the differences, see `judge`.
     """
+    __tracebackhide__ = True  # pytest then shows the caller's line instead of this docstring
     verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
     if verdict.differences:
         raise AssertionError(str(verdict))
@@ -79,6 +83,7 @@ class Verdict:
     where: str = ""  # what the differing cases have in common
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
+    untested: Sequence[str] = ()  # options that are off in all cases
 
     @property
     def agrees(self) -> bool:
@@ -86,11 +91,12 @@ class Verdict:
 
     def __str__(self) -> str:
         differing = len(self.differences)
+        untested = [f"not tested: {name}, which is 0 in all these cases; --laws tests it" for name in self.untested]
         if not differing:
-            return f"all {self.cases} cases agree with TRL in value and gradient"
+            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *untested])
         head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
         more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
-        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names])
+        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *untested])
 
 
 def judge(
@@ -116,6 +122,8 @@ def judge(
         for differs in (False, True)
     )
     verdict = Verdict(len(results), differences, where=shared(differing, agreeing))
+    if kind == "dpo" and not any(options["label_smoothing"] for _, options, _ in results):
+        verdict.untested = ["label_smoothing"]
     if not differences:
         return verdict
     if all(result.gradient_error <= tolerance for _, _, result in results):
@@ -129,8 +137,12 @@ def judge(
     settings = [name for name in SETTINGS if name in varied or name in only]
     candidates = closest_losses(errors, settings, tolerance)
     verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
-    if not verdict.kinds and kind == "grpo" and verdict.names[0].startswith("no name"):
-        verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
+    if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
+        if kind == "grpo":
+            verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
+        known = {name: x for name, x in only.items() if name in DEFAULTS[kind]}
+        broken = examine(my_loss, kind, tolerance, **known).sentences("broken")
+        verdict.names += [f"broken law: {says}" for says in broken]
     return verdict
 
 

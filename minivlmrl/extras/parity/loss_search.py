@@ -1,7 +1,5 @@
 """Search for known mistakes that explain how a user's loss function differs from TRL's."""
 
-import math
-import time
 from collections.abc import Iterator
 from functools import reduce
 
@@ -11,11 +9,13 @@ from torch import Tensor
 from minivlmrl.extras.parity.audit import where
 from minivlmrl.extras.parity.change import composed
 from minivlmrl.extras.parity.search import Cause, Search, by_kind, computed, count_wrong, error, possible_causes
-from minivlmrl.extras.parity.step import Dump, SearchEndedError
+from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
 from minivlmrl.extras.parity.step_format import options_of
 
 PARTS = 4  # maximum number of bugs that are combined
 TIED = 4  # maximum number of printed bugs that give the same numbers
+TRIALS_PER_SECOND = 400  # on an ordinary core
+MAKES_NAN = "a completion without tokens makes the loss NaN"  # effect of such bugs in names.py
 SEARCHED = 32  # about so many cases are searched; the others are compared at the end
 
 
@@ -49,23 +49,46 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Find a few bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
     Returns one list for each bug: the bug itself, then other bugs that give the same loss.
+
+    Raises SearchEndedError after about so many seconds. The search counts trials, so its result does not depend on the
+    machine.
     """
-    deadline = time.thread_time() + seconds
+    trials = Trials(seconds * TRIALS_PER_SECOND)
     for step in steps:
-        step.deadline = deadline
-    searched = steps[:: max(1, len(steps) // SEARCHED)]
+        step.trials = trials
     try:
-        searched += [step for step in steps if not explains(step, {})][:1]
-        while True:
-            combination = Combination(searched)
-            parts = combination.run()
-            wrong = [step for step in steps if parts and not explains(step, combination.deviation)]
-            if not wrong:
-                return parts
-            searched += wrong[:: max(1, len(wrong) // SEARCHED)]
+        # A completion without tokens makes some losses NaN. This is one bug, and must not hide the others.
+        finite = [step for step in steps if step["loss"].isfinite().all()]
+        if 0 < len(finite) < len(steps):
+            return parts_with_nan(steps, finite)
+        return parts_of(steps)
     finally:
         for step in steps:
-            step.deadline = math.inf
+            step.trials = Trials()
+
+
+def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Cause]]:
+    """Find the bugs that explain the cases with finite losses, and one that makes the other losses NaN."""
+    parts = [] if all(explains(step, {}) for step in finite) else parts_of(finite)
+    found = reduce(composed, (part[0].change for part in parts), {})
+    for cause in possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))):
+        change = cause.of.effect == MAKES_NAN and composed(found, cause.change)
+        if change and all(explains(step, change) for step in steps):
+            return [*parts, [cause]]
+    return parts_of(steps)
+
+
+def parts_of(steps: list[Dump]) -> list[list[Cause]]:
+    """Search some cases, and add further cases while the result does not explain all."""
+    searched = steps[:: max(1, len(steps) // SEARCHED)]
+    searched += [step for step in steps if not explains(step, {})][:1]
+    while True:
+        combination = Combination(searched)
+        parts = combination.run()
+        wrong = [step for step in steps if parts and not explains(step, combination.deviation)]
+        if not wrong:
+            return parts
+        searched += wrong[:: max(1, len(wrong) // SEARCHED)]
 
 
 def explains(step: Dump, change: dict | None) -> bool:
@@ -163,11 +186,11 @@ def alternatives(first: Cause, others: list[Cause]) -> list[str]:
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Return the kind of each bug that was found, "mistake" or "design", and the lines to print."""
-    parts, why = [], "no known mistake or design does"
+    parts, says = [], "no name reproduces the loss in all cases: no known mistake or design does"
     try:
         parts = find_parts(steps, seconds)
     except SearchEndedError:
-        why = "the time was over before all causes were tried; --seconds=60 tries more"
+        says = "unfinished: the search ended before all causes were tried; --seconds=60 tries more"
     lines = []
     for first, *others in parts:
         lines.append(f"{first.kind}: {first.says}")
@@ -176,5 +199,5 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
         lines += [f"  done by: {first.of.who}"] * bool(first.of.who)
     if not parts:
         answer = max((computed("loss", step, {}) for step in steps), key=count_wrong)
-        lines = [f"no name reproduces the loss in all cases: {why}", *(f"  {text}" for text in where(answer))]
+        lines = [says, *(f"  {text}" for text in where(answer))]
     return [part[0].kind for part in parts], lines

@@ -6,6 +6,7 @@ completions with K rewards each.
 
 import math
 import time
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -29,7 +30,19 @@ OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step
 
 
 class SearchEndedError(Exception):
-    """A search's time is over."""
+    """A search's time is over, or all its trials are used."""
+
+
+@dataclass
+class Trials:
+    """The number of trials that a search has left; unlike a time, it is the same on each machine."""
+
+    left: float = math.inf
+
+    def use_one(self):
+        self.left -= 1
+        if self.left < 0:
+            raise SearchEndedError
 
 
 class Dump(dict):
@@ -43,6 +56,7 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
+        self.trials = Trials()
         # Bugs that explain wrong log-probabilities, entropies and token ids: {} if all numbers are right, and None if
         # no known bug explains the wrong numbers.
         self.forward = {}
@@ -104,6 +118,7 @@ class Dump(dict):
         return self.about.get("schedule", {})
 
     def check_time(self):
+        self.trials.use_one()
         if time.thread_time() > self.deadline:
             raise SearchEndedError
 

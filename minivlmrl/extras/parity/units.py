@@ -197,7 +197,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
     regions = {"the prompt": prompt, "the text of the prompt": prompt & ~image, "the image tokens": image}
     if forced.any():
         regions |= regions_of_turns(d.is_stop(ids), image, drawn, forced)
-    else:
+    elif "sampler_ids" in d:
         regions["the sampled tokens"] = drawn
     if not forced.any() and ids.shape == d["input_ids"].shape:  # the sampler's ids have another shape
         counted = drawn & d["completion_mask"].bool()

@@ -109,6 +109,7 @@ GRPO = WHOLE | {"loss_type": "grpo"}
 PLAIN = GRPO | {"use_bias_correction_kl": False}
 KL = PLAIN | {"beta": 0.1}
 NO_KL = GRPO | {"beta": 0.0}
+SWAPPED = "policy and reference are swapped in the KL"
 DPO = {"kind": "dpo", "loss_type": "sigmoid"}
 GSPO = NO_KL | {"importance_sampling_level": "sequence"}
 
@@ -417,10 +418,12 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
 
     says = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
-    *_, closest, last = judge(loss, seconds=0.5).names
-    assert closest.startswith(says) and last == hint
-    *_, before, last = judge(loss, seconds=0.5, **PLAIN).names
-    assert "--only" not in before and last == hint
+    names = judge(loss, seconds=0.5).names
+    place = names.index(hint)
+    assert names[0].startswith("unfinished: the search ended") and names[place - 1].startswith(says)
+    names = judge(loss, seconds=0.5, **PLAIN).names
+    assert "--only" not in names[names.index(hint) - 1]
+    assert names[-1].startswith("broken law: ")
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
     right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
     says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
@@ -438,15 +441,41 @@ def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
     ]
 
 
-@pytest.mark.parametrize("name", ["loss", "missing"])
-def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, name, capsys):
+@pytest.mark.parametrize("option", ["--seconds=1", "--laws"])
+def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['nothing']\n")
-    assert main([f"{tmp_path}/my_loss.py:{name}"]) == 2
+    assert main([f"{tmp_path}/my_loss.py:loss", option]) == 2
     assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="defines no 'missing'"):
+        main([f"{tmp_path}/my_loss.py:missing", option])
 
 
 def test_nan_is_shown():
-    assert "nan instead of" in judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).names[-2]
+    assert "nan instead of" in str(judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN))
+
+
+def test_a_completion_without_tokens_does_not_hide_a_mistake():
+    """Dividing by 0 tokens makes the loss NaN in one case, in which no other mistake can be seen."""
+
+    def loss(q):
+        return ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()
+
+    verdict = judge(changed(kl=lambda q: k3(q.logps - q.ref), loss=loss), **KL)
+    nan = "mistake: a row without tokens is divided by 0 in the mean over each row"
+    assert [line for line in verdict.names if line.startswith("mistake")] == [f"mistake: {SWAPPED}", nan]
+    assert [line for line in judge(changed(loss=loss), **PLAIN).names if line.startswith("mistake")] == [nan]
+
+
+def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
+    monkeypatch.setattr("time.thread_time", lambda: 1e9)
+    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=1.0, **KL).names[0] == f"mistake: {SWAPPED}"
+    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=0.01, **KL).names[0].startswith("unfinished: ")
+
+
+def test_the_verdict_says_what_the_cases_cannot_show():
+    says = "not tested: label_smoothing, which is 0 in all these cases; --laws tests it"
+    assert str(judge(my_loss, kind="dpo", loss_type="sigmoid")).splitlines()[-1] == says
+    assert "not tested" not in str(judge(my_loss, kind="dpo", loss_type="robust"))
 
 
 def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
