@@ -799,17 +799,20 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
 
 def grpo(model, reference, rows, options):
     """Sample G completions of each prompt, and reinforce those that are better than their group."""
+    groups = []
     for row in rows:
         prompt = make_prompt(model, row)
         completions, mask = sample(model, prompt, options.num_generations, options.max_new_tokens)
         texts = decode(model, completions, mask)
         rewards = torch.tensor([reward(text, row["solution"]) for text in texts])  # (G,)
-        advantages = group_advantages(rewards, options.num_generations).to(mask.device)
+        groups.append((prompt, completions, mask, rewards))
+    for prompt, completions, mask, rewards in groups:
         ref_logps = None
         if options.beta:
             with torch.no_grad():
                 ref_logps = log_probabilities(reference, prompt, completions)
         logps = log_probabilities(model, prompt, completions)  # (G, T)
+        advantages = group_advantages(rewards, options.num_generations).to(mask.device)
         loss = grpo_loss(
             logps,
             advantages,
@@ -818,7 +821,7 @@ def grpo(model, reference, rows, options):
             old_per_token_logps=logps.detach(),  # the samples are used for one update
             ref_per_token_logps=ref_logps,
         )
-        yield loss / len(rows), rewards
+        yield loss / len(groups), rewards
 
 
 def dpo(model, reference, rows, options):
@@ -860,6 +863,12 @@ def make_reference(model) -> QwenVL:
     return reference
 
 
+def endless(rows):
+    """Yield all rows in a random order, and then again in another order, without end."""
+    while True:
+        yield from random.sample(rows, len(rows))
+
+
 def train(model, rows, stage, options):
     """Run optimizer steps; each step computes the gradients of its rows one after the other."""
     reference = None
@@ -871,12 +880,9 @@ def train(model, rows, stage, options):
         weight_decay=0.0,
         fused=True,  # without a copy of the second moments, which would need memory for all weights
     )
-    order = []
+    stream = endless(rows)
     for step in range(options.max_steps):
-        while len(order) < options.prompts_per_step:
-            order += random.sample(rows, len(rows))  # each row once before any occurs again
-        batch = order[: options.prompts_per_step]
-        order = order[options.prompts_per_step :]
+        batch = [next(stream) for _ in range(options.prompts_per_step)]
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
             # The gradients of all rows of the step add up.

@@ -18,7 +18,7 @@ BADGE = re.compile(r"!\[([^]]*)\]\(https?://[^)]+\)")  # a picture on another se
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
-PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
+PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 NAMES = {"vLLM"}  # names that begin with a lower-case letter
 LANGUAGES = {
     "": "text",  # LICENSE

@@ -1,0 +1,399 @@
+"""Apply the pages of docs/papers to minimal.py, and compare the changed file with TRL, or with the package."""
+
+import copy
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from argparse import Namespace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
+from tests.helpers.links import ROOT
+from tests.minimal.pairs import write_folder
+
+FOLDER = ROOT / "docs" / "papers"
+PAGES = sorted(page.stem for page in FOLDER.glob("*.md") if page.stem != "README")
+MOST_LINES = {"ppo": 40}  # changed lines of a page; others have at most 25
+TOLERANCE = 1e-12
+G = 4  # completions of a prompt
+BETA = 0.3
+
+
+def diff(page: str) -> str:
+    """Return the patch that a page shows."""
+    [block] = re.findall(r"^```diff\n(.+?)^```$", (FOLDER / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    return block
+
+
+def changed_lines(page: str) -> int:
+    return len(re.findall(r"^[+-](?!\+\+ |-- )", diff(page), re.MULTILINE))
+
+
+@cache
+def patched(*pages: str):
+    """Import a copy of minimal.py to which pages were applied, as a reader would apply them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(shutil.copy(ROOT / "minimal.py", folder))
+        for page in pages:
+            before = file.read_text()
+            subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
+            assert file.read_text() != before
+        spec = importlib.util.spec_from_file_location("minimal_" + "_".join(pages), file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_three_paragraphs_and_one_short_diff(page):
+    text = (FOLDER / f"{page}.md").read_text()
+    assert changed_lines(page) <= MOST_LINES.get(page, 25)
+    before = text.partition("```diff")[0].strip().split("\n\n")
+    assert before[0].startswith("# ") and len(before) == 4
+    assert patched(page).QwenVL
+
+
+def test_the_table_names_each_page_with_its_changed_lines():
+    rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \|.*?\| (\d+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert {page: int(count) for page, count in rows} == {page: changed_lines(page) for page in PAGES}
+
+
+# ---- a step of given completions, rewards and log-probabilities, in place of a model
+
+
+@pytest.fixture
+def float64():
+    """Let torch.tensor([0.5]) have 64 bits, as for the rewards of a group."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def padded(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True)
+
+
+class Step:
+    """Groups of completions with 1 to 6 tokens, with rewards, and log-probabilities under three models."""
+
+    def __init__(self, seed: int = 0, far: float = 0.0, longest=(6, 3, 5), size: int = G):
+        generator = torch.Generator().manual_seed(seed)
+        normal = partial(torch.randn, generator=generator)
+        self.masks, self.rewards = [], []
+        self.logps = {"model": [], "old": [], "reference": [], "critic": []}
+        for T in longest:
+            lengths = torch.randint(1, T + 1, (size,), generator=generator)
+            lengths[0] = T
+            logps = -normal(size, T).abs() - 0.1
+            self.masks.append(torch.arange(T) < lengths[:, None])
+            rewards = torch.randint(0, 4, (size,), generator=generator) / 2
+            rewards[0] = 2.5  # so that rewards of a group differ
+            self.rewards.append(rewards)
+            self.logps["model"].append(logps.clone().requires_grad_())
+            self.logps["old"].append(logps + far * normal(size, T))
+            self.logps["reference"].append(logps + 0.3 * normal(size, T))
+            self.logps["critic"].append(normal(size, T).requires_grad_())
+        self.sampled_by = []
+        self.seen = []  # (prompt, answers) of each forward pass
+
+    def run(self, module, stage="grpo", wanted="model", rows=None, **options) -> tuple[Tensor, Tensor]:
+        """Return the loss of a step, and its gradient to the log-probabilities, (completions, tokens)."""
+
+        def sample(model, number, *_):
+            self.sampled_by.append(model)
+            return number, self.masks[number]
+
+        def log_probabilities(model, number, answers):
+            self.seen.append((number, answers))
+            return self.logps[model][answers]
+
+        given = {"num_generations": G, "max_new_tokens": 8, "beta": BETA, "prompts_per_step": 3} | options
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "make_prompt", lambda model, row: row["number"])
+            patch.setattr(module, "sample", sample)
+            patch.setattr(module, "decode", lambda *_: range(G))
+            patch.setattr(module, "reward", lambda i, rewards: rewards[i].item())
+            patch.setattr(module, "log_probabilities", log_probabilities)
+            patch.setattr(module, "tokenize_answers", lambda model, texts: (texts[0], self.masks[texts[0]]))
+            rows = [self.row(i) for i in range(len(self.masks))] if rows is None else rows
+            options = Namespace(old="old", critic="critic", **given)
+            losses = [loss for loss, _ in getattr(module, stage)("model", "reference", rows, options)]
+        loss = sum(losses)
+        leaves = self.logps[wanted]
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        found = [torch.zeros_like(leaf) if x is None else x for x, leaf in zip(gradients, leaves, strict=True)]
+        return loss.detach(), padded([row for group in found for row in group])
+
+    def row(self, number: int) -> dict:
+        ref_logps = (self.logps["reference"][number] * self.masks[number]).sum(1)
+        rewards = self.rewards[number]
+        return {"number": number, "solution": rewards, "chosen": number, "rejected": number, "ref_logps": ref_logps}
+
+    def batch(self) -> dict[str, Tensor]:
+        """Return all completions of the step in one batch."""
+        names = {"per_token_logps": "model", "old_per_token_logps": "old", "ref_per_token_logps": "reference"}
+        batch = {name: padded([row for group in self.logps[key] for row in group]) for name, key in names.items()}
+        batch = {name: value.detach() for name, value in batch.items()}
+        return batch | {"mask": padded([row for group in self.masks for row in group]).double()}
+
+
+def difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> float:
+    """Return the largest difference of losses and gradients, relative to the largest gradient."""
+    (loss, gradient), (expected, expected_gradient) = ours, theirs
+    assert gradient.shape == expected_gradient.shape and expected_gradient.abs().max() > 1e-6
+    gap = (gradient - expected_gradient).abs().max() / expected_gradient.abs().max()
+    return max(gap.item(), (loss - expected).abs().item())
+
+
+def trl_says(batch: dict, **options) -> tuple[Tensor, Tensor]:
+    from tests.parity import trl_oracle
+
+    said = trl_oracle.what_trl_says(batch, options)
+    return said["loss"], said["gradient"]
+
+
+def trl_advantages(step: Step, kind: str = "GRPO", rewards=None, **options) -> Tensor:
+    from tests.parity import trl_oracle
+
+    rewards = torch.cat(step.rewards) if rewards is None else rewards
+    return trl_oracle.rollout(rewards[:, None], kind, num_generations=G, **options)["advantages"]
+
+
+PLAIN = {"kind": "grpo", "loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": False}
+# options of TRL for each page; TRL's epsilon_low is the one of the changed file
+POLICY = {
+    "several_steps": {},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 8},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+}
+SCALE = {"dr_grpo": "none"}  # TRL's scale_rewards
+FAR = {"gspo": 0.001, "cispo": 1.5}  # how far the policy moved, in nats; some ratios lie outside of the clip range
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("page", POLICY)
+def test_a_step_off_policy_equals_trl(trl, float64, page, seed):
+    step = Step(seed, far=FAR.get(page, 0.4))
+    advantages = trl_advantages(step, scale_rewards=SCALE.get(page, "group"))
+    if page == "dapo":
+        punished = [punished_by_trl(rewards, mask) for rewards, mask in zip(step.rewards, step.masks, strict=True)]
+        advantages = trl_advantages(step, rewards=torch.cat(punished))
+    theirs = trl_says(step.batch() | {"advantages": advantages}, **PLAIN | POLICY[page])
+    pages = [page] if page == "several_steps" else [page, "several_steps"]
+    assert difference(step.run(patched(*pages)), theirs) < TOLERANCE
+    assert set(step.sampled_by) == {"old"}
+
+
+def punished_by_trl(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Add TRL's soft overlong punishment to rewards: of 8 tokens, a completion may use 6 without punishment."""
+    from tests.parity import trl_oracle
+
+    lengths = mask.sum(1).tolist()
+    return rewards + torch.tensor([trl_oracle.soft_overlong_punishment(n, 8, 2) for n in lengths])
+
+
+@pytest.mark.parametrize("numbers, tried, used", [
+    ([0, 1, 1, 2, 1, 0, 2], 6, [0, 2, 0]), ([1] * 8 + [0, 2, 1, 0], 11, [0, 2, 1]),
+])  # fmt: skip
+def test_dapo_replaces_groups_with_equal_rewards(trl, float64, numbers, tried, used):
+    """The rewards of group 1 are equal; after 9 prompts for a step of 3, even such a group is taken."""
+    step = Step()
+    step.rewards[1] = torch.ones(G)
+    rows = iter([step.row(number) for number in numbers])
+    found = step.run(patched("dapo"), rows=rows)
+    assert len(step.sampled_by) == tried and next(rows)
+    batch = step.batch()
+    punished = [punished_by_trl(rewards, mask) for rewards, mask in zip(step.rewards, step.masks, strict=True)]
+    places = torch.cat([torch.arange(G * number, G * number + G) for number in used])
+    advantages = trl_advantages(step, rewards=torch.cat([punished[number] for number in used]))
+    batch = {name: value[places] for name, value in batch.items()} | {"advantages": advantages}
+    loss, gradient = trl_says(batch, **PLAIN | POLICY["dapo"])
+    summed = torch.zeros_like(found[1]).index_add(0, places, gradient)  # a group may be used twice
+    assert difference(found, (loss, summed)) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("page", ["gspo", "cispo"])
+def test_one_step_for_each_rollout_is_a_step_of_grpo(float64, page, seed):
+    """As the pages say: GSPO has the gradient of GRPO, and CISPO the one of DAPO without its other changes."""
+    step = Step(seed, longest=(6, 3, 5) if page == "gspo" else (6, 6, 6))
+    if page == "cispo":  # all tokens are trained, so the mean over tokens is the mean over completions
+        step.masks = [torch.ones_like(mask) for mask in step.masks]
+    _, ours = step.run(patched(page))
+    _, grpo = step.run(patched())
+    assert (ours - grpo).abs().max() < TOLERANCE * grpo.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rloo_equals_trl(trl, float64, seed):
+    step = Step(seed)
+    batch = step.batch()
+    lengths = batch["mask"].sum(1).long().tolist()
+    logps = batch["per_token_logps"], batch["ref_per_token_logps"]
+    advantages = trl_advantages(step, "RLOO", logps=logps, completions=[[5] * n for n in lengths], beta=BETA)
+    theirs = trl_says(batch | {"advantages": advantages}, kind="rloo", beta=BETA)
+    assert difference(step.run(patched("rloo")), theirs) < TOLERANCE
+    off = Step(seed, far=0.2).batch()
+    theirs = trl_says(off | {"advantages": advantages}, kind="rloo", beta=BETA)
+    logps = off.pop("per_token_logps").requires_grad_()
+    loss = patched("rloo").grpo_loss(logps, advantages, **off)
+    assert difference((loss.detach(), torch.autograd.grad(loss, logps)[0]), theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ppo_equals_the_package(float64, seed):
+    """minivlmrl.losses.ppo equals TRL 1.12, the last version with PPO."""
+    step = Step(seed)
+    total = 0.0
+    for i, mask in enumerate(step.masks):
+        logps, values = step.logps["model"][i], step.logps["critic"][i]
+        old = {"old_per_token_logps": logps.detach(), "old_values": values.detach() * mask}
+        scores = token_rewards(step.rewards[i], logps.detach(), step.logps["reference"][i], mask, kl_coef=BETA)
+        advantages, returns = gae(scores, old["old_values"])
+        [advantages] = whiten([advantages], [mask])
+        total = total + ppo_loss(logps, values, mask, **old, advantages=advantages, returns=returns)[0] / 3
+    for part in ("model", "critic"):
+        gradients = torch.autograd.grad(total, step.logps[part], retain_graph=True)
+        theirs = total.detach(), padded([row for group in gradients for row in group])
+        assert difference(step.run(patched("ppo"), wanted=part), theirs) < TOLERANCE
+
+
+def test_ppo_trains_a_critic_and_the_policy(tmp_path):
+    module = patched("ppo")
+    module.make_folder(tmp_path)
+    model = module.load(tmp_path)
+    options = Namespace(
+        max_steps=1, prompts_per_step=2, learning_rate=1e-3, warmup_steps=1, beta=0.1, num_generations=2,
+        max_new_tokens=4,
+    )  # fmt: skip
+    before = copy.deepcopy(model)
+    module.reward = lambda text, solution: float(len(text))
+    module.train(model, [module.draw_row() for _ in range(2)], module.grpo, options)
+    critic = options.critic
+    assert critic.lm_head.out_features == 1
+    for trained in (model, critic):
+        moved = trained.visual.merger["mlp"][0].weight - before.visual.merger["mlp"][0].weight
+        assert moved.abs().max() > 1e-4
+
+
+# ---- pairs of answers
+
+
+def pairs(step: Step) -> dict[str, Tensor]:
+    """Return (B, 2, T) tensors as for dpo_loss."""
+    return {name: value.unflatten(0, (-1, 2)) for name, value in step.batch().items()}
+
+
+def flat(loss_and_gradient: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    loss, gradient = loss_and_gradient
+    return loss, gradient.flatten(0, 1) if gradient.dim() == 3 else gradient
+
+
+MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
+PREFERENCES = {"mpo": MPO, "reference_sums": {"precompute_ref_log_probs": True}}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("page", PREFERENCES)
+def test_a_loss_of_pairs_equals_trl(trl, float64, page, seed):
+    step = Step(seed, size=2)
+    batch = pairs(step)
+    options = {"kind": "dpo", "beta": BETA} | PREFERENCES[page]
+    theirs = trl_says(batch, **options)
+    ref = {"ref_per_token_logps": batch["ref_per_token_logps"]}
+    if page == "reference_sums":
+        ref = {"ref_logps": (batch["ref_per_token_logps"] * batch["mask"]).sum(-1)}
+    logps = batch["per_token_logps"].requires_grad_()
+    loss = patched(page).dpo_loss(logps, batch["mask"], beta=BETA, **ref)
+    assert difference((loss.detach(), torch.autograd.grad(loss, logps)[0]), theirs) < TOLERANCE
+    # minimal.py computes one pair after the other
+    one = Step(seed, longest=(6,), size=2)
+    assert difference(one.run(patched(page), "dpo"), flat(trl_says(pairs(one), **options))) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kto_equals_trl(trl, float64, seed):
+    step = Step(seed, size=2)
+    batch = step.batch()
+    kl = ((batch["per_token_logps"] - batch["ref_per_token_logps"]) * batch["mask"]).sum(1).mean()
+    if seed % 2 == (kl > 0):  # both signs of the KL occur; a negative one counts as 0
+        step.logps["reference"] = [logps - 0.5 * kl.sign() for logps in step.logps["reference"]]
+        batch = step.batch()
+    labels = torch.tensor([True, False] * 3)
+    theirs = trl_says(batch | {"labels": labels, "kl_mask": batch["mask"]}, kind="kto", beta=BETA)
+    assert difference(step.run(patched("kto"), "dpo"), theirs) < TOLERANCE
+    assert {(0, 2), (1, 0), (2, 1)} < set(step.seen)  # the KL is that of answers to other prompts
+
+
+def test_reference_sums_are_computed_before_the_first_step(float64):
+    step = Step(size=2)
+    module = patched("reference_sums")
+    rows = [{"number": i, "chosen": i, "rejected": i} for i in range(3)]
+    options = Namespace(max_steps=0, prompts_per_step=3, beta=BETA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "make_prompt", lambda model, row: row["number"])
+        patch.setattr(module, "log_probabilities", lambda model, number, answers: step.logps["model"][answers])
+        patch.setattr(module, "tokenize_answers", lambda model, texts: (texts[0], step.masks[texts[0]]))
+        patch.setattr(module, "make_reference", None)  # no second model is made
+        module.train(torch.nn.Linear(1, 1), rows, module.dpo, options)
+    for row, logps, mask in zip(rows, step.logps["model"], step.masks, strict=True):
+        assert torch.equal(row["ref_logps"], (logps * mask).sum(1))
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("page, every, alpha", [("reference_follows", 16, 0.6), ("reference_renewed", 20, 1.0)])
+def test_the_reference_moves_as_in_trl(trl, float64, page, every, alpha):
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    model, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(model.state_dict())
+    model.updates = 0
+    differences = []
+
+    def stage(model, reference, rows, options):
+        step = model.updates
+        if step and step % every == 0:
+            SyncRefModelCallback._sync_target_model(model, theirs, alpha)
+        for ours, expected in zip(reference.parameters(), theirs.parameters(), strict=True):
+            differences.append((ours - expected).abs().max().item())
+        assert step == 0 or not torch.equal(reference.weight, model.weight) or step % every == 0
+        yield (model.weight * torch.arange(3)).sum(), torch.tensor(0.0)
+
+    options = Namespace(max_steps=50, prompts_per_step=1, learning_rate=1e-2, warmup_steps=1, beta=BETA)
+    patched(page).train(model, [0], stage, options)
+    assert len(differences) == 100 and max(differences) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_shared_layers_are_those_of_trl(trl, transformers, tmp_path, is_tied):
+    from trl.experimental.utils import create_reference_model
+
+    theirs = write_folder(tmp_path, is_tied)
+    module = patched("shared_layers")
+    model = module.load(tmp_path)
+    layers = len(model.model["layers"])
+    create_reference_model(theirs, layers // 2, pattern="language_model.layers.{layer}.")
+
+    def renamed(name):
+        return name.replace("model.visual.", "visual.").replace("language_model.", "")
+
+    expected = {renamed(name) for name, weight in theirs.named_parameters() if not weight.requires_grad}
+    reference = module.make_reference(model)
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == expected and 0 < len(frozen) < len(list(model.parameters()))
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    for name, weight in reference.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name))
+        assert (weight.data_ptr() == model.get_parameter(name).data_ptr()) == (name in frozen)
