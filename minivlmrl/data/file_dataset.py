@@ -69,7 +69,7 @@ class RowFile:
         self.given: set[str] = set()  # columns that have a value in a row
         self.unread: set[str] = set()  # those that no stage and no reward reads
         self.processor: Processor | None = None  # the processor with which `sizes` were measured
-        self.sizes: dict[tuple, RowSize] = {}  # {(line, names of answers): token counts}
+        self.sizes: dict[int, dict[tuple, RowSize]] = {}  # {line: {names of answers: token counts}}
 
     def columns_of(self, line: int) -> dict:
         """Parse a row, and give its columns their new names."""
@@ -112,9 +112,15 @@ class RowFacts:
     num_videos: int
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
     text_bytes: tuple[int, ...]  # bytes in the texts of the prompt, and of each column in ANSWERS
+    solution: Plain  # value of the column `solution`, which a run compares with answers before the first step
     spelled: tuple[str, ...]  # names of control tokens that stand in the row's texts, such as <|im_end|>
     # size and options of each image in the prompt and the answers; the size is None if it is not known
     images: tuple[tuple[Size | None, dict], ...]
+
+    @property
+    def where(self) -> str:
+        """Return the row's file and line, such as "rows.jsonl:3", for error messages."""
+        return self.file.source.where(self.line)
 
     def bytes_of(self, answers: Sequence[str]) -> int:
         """Return the bytes in the texts of the prompt and of the given answers."""
@@ -228,12 +234,15 @@ class FileDataset(Sequence[Row]):
         file, line = self.facts[index].file, self.facts[index].line
         if file.processor is not processor:
             file.processor, file.sizes = processor, {}
-        key = (line, *answers)
-        if key not in file.sizes:
+        sizes = file.sizes.setdefault(line, {})
+        if not answers and sizes:  # the row was measured with its answers
+            size = next(iter(sizes.values()))
+            return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
+        if tuple(answers) not in sizes:
             row = file.load(line, read_header, outline_video)
             with error_context(row.where):
-                file.sizes[key] = row_size(row, processor, answers)
-        return replace(file.sizes[key], index=index)
+                sizes[tuple(answers)] = row_size(row, processor, answers)
+        return replace(sizes[tuple(answers)], index=index)
 
     @property
     def files(self) -> list[RowFile]:
@@ -324,6 +333,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         num_videos=kinds.count("video"),
         prompt_hash=hash(repr((row.messages, file_sizes))),
         text_bytes=tuple(len(text.encode()) for text in texts),
+        solution=row.columns.get("solution"),
         spelled=tuple(dict.fromkeys(spelled)),
         images=tuple(images),
     )

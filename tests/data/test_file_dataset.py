@@ -14,6 +14,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.data.rows import Completion
+from minivlmrl.extras.check.preflight import check_truths
 from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.run.datasets import describe_unread, load_datasets
 from minivlmrl.tasks import shapes
@@ -334,7 +335,8 @@ def test_rows_that_spell_control_tokens_are_counted(write_rows):
 def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch):
     """Opening the file parses each row once, and measuring it a second time, for all stages and limits."""
     line = {"problem": "What?", "image": "red.png", "completion": "a", "solution": "a"}
-    config = RunConfig(data=DataOptions(train_file=str(write_rows(*[line] * 5)), max_prompt_tokens=30))
+    data = DataOptions(train_file=str(write_rows(*[line] * 5)), max_prompt_tokens=30)
+    config = RunConfig(data=data, rewards={"accuracy": 1.0})
     parsed, read = [], row_files.Lines.__getitem__
     monkeypatch.setattr(row_files.Lines, "__getitem__", lambda lines, index: parsed.append(index) or read(lines, index))
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
@@ -344,6 +346,8 @@ def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch
         summary(datasets["sft"], processor, answers=("completion",))
         assert len(list(long_rows(datasets["sft"], processor, 5, answers=("completion",)))) == 5
         assert len(heaviest_rows(datasets["sft"], processor, ("completion",))) == 5
+        assert len(list(long_rows(datasets["grpo"], processor, 5))) == 5
+    check_truths(config, {"sft": "demonstrations", "grpo": "prompts"}, datasets)
     assert len(parsed) == 10
 
 

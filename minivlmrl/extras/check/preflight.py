@@ -147,14 +147,13 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
         if not (sampled and rewards and isinstance(rows, FileDataset)):
             continue
-        for index in range(0, len(rows), math.ceil(len(rows) / NUM_SOLUTIONS)):
-            row, _ = rows.read(index)
-            solution, names = row.columns.get("solution"), row.columns.get("row_rewards")
-            with error_context(row.where):
+        for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:
+            names = facts.file.constants.get("row_rewards")
+            with error_context(facts.where):
                 for reward in rewards:
                     if names is None or reward.name in names:
                         sizes = [(math.inf, math.inf)]
-                        reward.function([None], [solution], image_sizes=sizes, answer_extents=sizes)
+                        reward.function([None], [facts.solution], image_sizes=sizes, answer_extents=sizes)
         if all(reward.name == "accuracy" for reward in rewards):
             continue
         from minivlmrl.rewards.boxes import check_inside
