@@ -30,13 +30,14 @@ from minivlmrl.json_files import json_text
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
+from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
 # {metric: function that combines the values of micro-batches}; other metrics are averaged
-OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
+OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # (mean metrics, number of tokens or pairs that were averaged)
 Means = tuple[dict[str, float], float]
 
@@ -133,8 +134,9 @@ class MetricsLog(ExitStack):
         self.steps += 1
         self.lines_at_mark = None
         phases = self.trainer.timer.take()
+        [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
-            self.write_step(number, metrics, step, phases)
+            self.write_step(number, metrics, num_tokens, phases)
         self.world.wait("write the metrics of the step")
         self.completions.step(self.trainer, step, number)
         if self.files:
@@ -144,12 +146,11 @@ class MetricsLog(ExitStack):
                 tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         return metrics
 
-    def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
+    def write_step(self, number: int, metrics: dict, num_tokens: float, phases: dict[str, float]):
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
         step_time = seconds - self.last_seconds
-        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         timing = {"seconds": seconds} | speed | memory_use()
         self.write(TIMINGS, line | timing)
@@ -263,6 +264,17 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
             "enough; rollout.max_logp_mismatch sets the bound, and the value .inf disables the check"
         )
+
+
+def tokens_of(step: Step) -> int:
+    """Count the tokens of this rank's prompts and completions in a step; a prompt counts once for all completions.
+
+    Sampled completions count even if they are not trained on, because their group has equal rewards.
+    """
+    if not step.groups:
+        return sum(len(batch.group.input_ids) for batch in step.micro_batches)
+    prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)
+    return prompts + sum(len(sample.completion.ids) for group in step.groups for sample in group)
 
 
 def memory_use() -> dict[str, float]:

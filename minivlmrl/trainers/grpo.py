@@ -29,7 +29,7 @@ from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_im
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
 from minivlmrl.trainers.rollout import RolloutTrainer
-from minivlmrl.trainers.rollout_metrics import group_metrics
+from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
 
 @dataclass(kw_only=True)
@@ -119,6 +119,8 @@ class GRPOTrainer(RolloutTrainer):
         if self.kl_in_reward:
             # 4. For RLOO, subtract a KL penalty from the rewards, and compute the advantages from the result.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
+            num_tokens = sum(step[0].normalizer.tokens for step in steps)
+            rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
                 step[:] = [replace(b, advantages=self.select(advantages, b)) for b in step]
@@ -264,7 +266,18 @@ class GRPOTrainer(RolloutTrainer):
             bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
             loss = loss - config.entropy_coef * bonus
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        return loss, metrics | self.token_metrics(batch, old_logps, entropies)
+        return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
+
+    def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
+        """Turn the clip ratios of a micro-batch into its summand of the step's clip ratios, which are TRL's.
+
+        TRL divides by all tokens (in GSPO and RLOO, completions) of a step. Completions with an advantage of 0, which
+        this trainer leaves out, are never clipped.
+        """
+        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64, so that shares add up exactly
+        if self.config.importance_sampling_level == "sequence" or self.config.loss_type == "rloo":
+            share = len(batch.loss_mask) / batch.normalizer.sequences
+        return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
         """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""

@@ -10,6 +10,9 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
+# metrics of GRPO's loss that add up over the micro-batches of a step, see GRPOTrainer.over_step
+CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
+
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums of rewards.
@@ -49,15 +52,20 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Measure the spread of rewards among the completions of a prompt.
+    """Measure the spread of rewards over all completions, as in TRL, and among the completions of a prompt.
 
     Args:
         total: (n,) weighted sums of rewards of the completions on all ranks.
     Returns:
-        reward_std: mean standard deviation within a group; frac_reward_zero_std: fraction of groups with equal rewards.
+        reward_std: standard deviation over all completions; group_reward_std: mean standard deviation within a group;
+        frac_reward_zero_std: fraction of groups with equal rewards.
     """
     std = group_std(total.double(), num_generations)
-    return {"reward_std": std.nanmean().item(), "frac_reward_zero_std": (std < 1e-8).float().mean().item()}
+    return {
+        "reward_std": nanstd(total.double()).item(),
+        "group_reward_std": std.nanmean().item(),
+        "frac_reward_zero_std": (std < 1e-8).float().mean().item(),
+    }
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:

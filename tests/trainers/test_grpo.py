@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 from tests.helpers.stages import completions_of, letter_rewards
 
 
@@ -106,3 +107,18 @@ def test_without_any_signal_one_completion_remains(stage, script):
     assert [batch.completion_index.tolist() for batch in run.next()] == [[0], [8]]
     line = run.update()
     assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # the fraction counts all groups
+
+
+@pytest.mark.parametrize("options", [[], ["--grpo.importance_sampling_level=sequence"], ["--grpo.loss_type=cispo"]])
+def test_clip_ratios_count_completions_that_are_left_out(stage, script, monkeypatch, options):
+    """TRL divides by all tokens of a step. A group with equal rewards is left out here, and is never clipped."""
+    moves = ["--grpo.num_iterations=2", "--grpo.learning_rate=0.01"]
+    bounds = ["--grpo.epsilon_low=0.001", "--grpo.epsilon_high=0.001"]
+    found = []
+    for keeps_all in (False, True):
+        script([0.0, 1.0, 2.0] + [1.0] * 9)  # one of four groups differs
+        run = stage("grpo", *moves, *bounds, *options)
+        monkeypatch.setitem(vars(run.trainer), "needs_all_samples", keeps_all)
+        line = run.go(2)[1]
+        found.append({name: line[name] for name in CLIP_RATIOS if name in line})
+    assert found[0] == pytest.approx(found[1], rel=1e-9) and max(found[0].values()) > 0

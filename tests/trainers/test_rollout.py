@@ -27,7 +27,7 @@ def test_rewards_by_hand():
     assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
         "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
         "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5,
-        "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
+        "reward_std": 0.5, "group_reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
     })  # fmt: skip
 
 
