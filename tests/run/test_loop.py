@@ -49,7 +49,8 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
     sft, *_, grpo = metrics(folder)
     assert set(sft) == {"stage", "step", "loss", "entropy", "grad_norm", "learning_rate"}
     assert set(grpo) == {
-        "stage", "step", "loss", "entropy", "grad_norm", "learning_rate", "reward_std", "frac_reward_zero_std",
+        "stage", "step", "loss", "entropy", "grad_norm", "learning_rate", "reward_std", "group_reward_std",
+        "frac_reward_zero_std",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "rollout/logp_mismatch",
         "rollout/logp_mismatch_rms",
     } | ROLLOUT  # fmt: skip
