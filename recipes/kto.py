@@ -1,0 +1,69 @@
+"""KTO (arXiv 2402.01306) as a stage of your own, on answers that are labeled good or bad.
+
+python train.py recipes/own_pairs.yaml "--stages=[recipes/kto.py:KTO]" --model.path=FOLDER --data.train_file=rows.jsonl
+
+A row has the columns `completion` and `label`, which is true for a good answer. The options stand in the section `kto`,
+for example --kto.beta=0.2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config.options import TrainingOptions
+from minivlmrl.extras.kto import kto_kl, kto_loss
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.trainers.base import MicroBatch
+from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
+
+
+@dataclass
+class KTOOptions(TrainingOptions):
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+@dataclass
+class KTOBatch(AnswerBatch):
+    labels: Tensor | None = None  # (R,) True for good answers
+    others: MicroBatch | None = None  # the same prompts with the answers of other rows, to estimate the KL
+
+
+class KTO(OfflineTrainer):
+    stage = "kto"
+    config_type = KTOOptions
+    needs = "labels"
+    batch_type = KTOBatch
+
+    @staticmethod
+    def has_reference(config) -> bool:
+        return True
+
+    def micro_batch(self, rows):
+        prompts, answers = self.encode(rows)
+        batch = self.pack(prompts, answers)
+        batch.labels = torch.tensor([row.columns["label"] for row in rows], device=self.world.device)
+        batch.others = self.pack(prompts, answers[-1:] + answers[:-1])  # as in TRL, the answer of the row before
+        return batch
+
+    def loss(self, batch):
+        logps, entropies = per_token_logps(self.policy, batch.group)
+        with torch.no_grad():
+            other_logps, _ = per_token_logps(self.policy, batch.others.group)
+        kl = kto_kl(batch.others.group.pad(other_logps), batch.others.ref_per_token_logps, batch.others.loss_mask)
+        loss, metrics = kto_loss(
+            batch.group.pad(logps),
+            batch.loss_mask,
+            batch.labels,
+            beta=self.config.beta,
+            desirable_weight=self.config.desirable_weight,
+            undesirable_weight=self.config.undesirable_weight,
+            ref_per_token_logps=batch.ref_per_token_logps,
+            kl=kl,
+            normalizer=batch.normalizer,
+        )
+        # A micro-batch without good (or bad) answers has no mean of their rewards.
+        metrics = {name: value.nan_to_num() for name, value in metrics.items()}
+        return loss, metrics | {"entropy": batch.mean(entropies)}

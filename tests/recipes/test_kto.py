@@ -1,0 +1,25 @@
+"""Test the stage recipes/kto.py: KTO on answers that are labeled good or bad."""
+
+import json
+
+import pytest
+from pytest import approx
+
+from tests.helpers.links import ROOT
+from tests.helpers.runs import metrics, write_lines
+
+KTO = [f"--stages=[{ROOT}/recipes/kto.py:KTO]", "--kto.max_steps=20", "--kto.prompts_per_step=8"]
+
+
+@pytest.mark.parametrize("size", [8, 4])
+def test_good_answers_become_more_likely_than_bad_ones(run, plain, own, rows, home, size):
+    """While policy and reference are equal, each answer has the loss 0.5."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    labeled = [line | {"completion": line["chosen" if i % 2 else "rejected"], "label": i % 2 == 1}
+               for i, line in enumerate(lines)]  # fmt: skip
+    write_lines(home / "labeled.jsonl", labeled)
+    options = [f"--kto.micro_batch_size={size}", "--kto.learning_rate=1e-3", f"--data.train_file={home}/labeled.jsonl"]
+    folder = run(*own, *KTO, *options, "--data.eval_rows=0")
+    first, *_, last = metrics(folder)
+    assert first["loss"] == approx(0.5, abs=1e-6) and first["kl"] == 0
+    assert last["loss"] < 0.5 and last["rewards/chosen"] > last["rewards/rejected"]
