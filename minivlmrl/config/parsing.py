@@ -13,6 +13,7 @@ from yaml.composer import ComposerError
 
 from minivlmrl.config.types import Code, Finite, Plain
 from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
+from minivlmrl.load_extra import has_extras, load_extra
 
 
 class Dataclass(Protocol):
@@ -22,29 +23,6 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
-# {option of TRL or transformers: option of minivlmrl}
-TRL_ALIASES = {
-    "lr": "STAGE.learning_rate",
-    "num_train_epochs": "max_epochs",
-    "overwrite_output_dir": "resume=never",
-    "max_completion_length": "sampling.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_length": "data.max_prompt_tokens",
-    "reward_funcs": "rewards",
-    "reward_weights": "rewards",
-    "chat_template_kwargs": "data.chat_template_kwargs",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train_file",
-    "train_dataset": "data.train_file",
-    "eval_dataset": "data.eval_file",
-    "data.path": "data.train_file",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "deepspeed": "sharding.enabled",
-    "epsilon": "grpo.epsilon_low and grpo.epsilon_high",
-    "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
-    "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
-    "bf16": "model.compute_dtype=bfloat16",
-}
 
 
 class Loader(yaml.SafeLoader):
@@ -64,7 +42,7 @@ class Loader(yaml.SafeLoader):
                 continue
             if key.value in keys:
                 problem = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -233,10 +211,11 @@ class Reader:
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
     """Suggest an option in place of an unknown key. The key may be TRL's name, or belong to another section."""
-    alias = TRL_ALIASES.get(key) or TRL_ALIASES.get(prefix + key)
-    if alias:
-        return f"the name in minivlmrl is {dashes}{alias.replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
+    if has_extras():
+        answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
+        if said := answer(prefix, key, dashes, paths):
+            return said
     if "." in key and key in paths:  # a recipe has sections in place of dotted names
         parent, _, name = key.rpartition(".")
         return f"write {name} in the section {parent}"

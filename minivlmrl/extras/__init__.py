@@ -14,6 +14,7 @@ and the other modules when a recipe, a command line or a model's config.json nam
 | kto.py | the KTO loss | a stage of your own |
 | inputs.py | texts and images that the loss of the first step does not depend on | each run |
 | memory/ | the GPU memory and the shortest time that a run needs | each run, and `minivlmrl memory` |
+| names.py | what to write for options of other projects and earlier versions | a name that is no option |
 | merge.py | an adapter merged into its base model | `minivlmrl merge` |
 | moving_reference.py | a reference model that follows the policy | `reference.sync_ref_model` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `minivlmrl parity` |

@@ -8,7 +8,6 @@ import pytest
 
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build, parse_yaml, read_value
 from minivlmrl.errors import check_field, error_context, shortened
 
@@ -116,7 +115,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("data.path=rows.jsonl", "the name in minivlmrl is --data.train_file"),
     ("use_vllm=true", "perhaps you mean --sampling.vllm"),
     ("grpo.reward_weights=[1]", "the name in minivlmrl is --rewards"),
-    ("save_total_limit=2", "perhaps you mean --save"),
+    ("save_total_limit=2", "save_total_limit was removed, see docs/changelog.md#removed-options. Instead: two states"),
     ("deepspeed=ds.json", "the name in minivlmrl is --sharding.enabled"),
     ("grpo.epsilon=0.1", "the name in minivlmrl is --grpo.epsilon_low and --grpo.epsilon_high"),
     ("learning_rate=1", "the name in minivlmrl is --sft.learning_rate or --dpo.learning_rate or "),
@@ -130,8 +129,11 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
 def test_an_unknown_option_gets_a_suggestion(override, meant):
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
-    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
-    assert ours - {"not"} <= {option.path for option in parsing.options_of(RunConfig)}
+
+
+def test_a_key_that_occurs_twice_has_its_line():
+    with pytest.raises(ValueError, match=r"the key 'b' occurs twice\s.*line 4, column 3"):
+        parse_yaml("x: 1\na:\n  b: 1\n  b: 2\n")
 
 
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):

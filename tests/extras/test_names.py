@@ -1,0 +1,64 @@
+"""Test what a run answers to the names of other projects and to removed options."""
+
+import json
+import re
+
+import pytest
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import options_of
+from minivlmrl.extras.names import HERE, NOTHING, REMOVED
+from tests.helpers.links import ROOT, rows_of
+
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
+OPTIONS = {option.path for option in options_of(RunConfig)}
+# names that the papers and projects behind minivlmrl print; a name that is removed from minivlmrl stays in this list
+SOURCES = json.loads((ROOT / "tests" / "recorded" / "names_of_sources.json").read_text())
+
+
+def said(name):
+    with pytest.raises(ValueError) as error:
+        load_config("shapes.yaml", [f"--{name}=1"])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", SOURCES["options"])
+def test_a_name_of_our_sources_is_an_option_or_is_answered(name):
+    assert f"`{name}`" in PAGE
+    if name not in OPTIONS:
+        answers = "the name in minivlmrl is", "minivlmrl has no such option: ", "was removed, see docs/changelog.md"
+        assert any(answer in said(name) for answer in answers)
+
+
+def test_columns_of_our_sources_are_on_the_page():
+    assert all(f"`{name}`" in PAGE for name in SOURCES["columns"])
+
+
+def test_removed_options_are_those_of_the_changelog():
+    page = (ROOT / "docs" / "changelog.md").read_text()
+    table = {}
+    for options, instead in rows_of(page, "Removed options"):
+        plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", instead).replace("`", "")
+        table[" ".join(re.findall("`([^`]+)`", options))] = plain
+    assert table == REMOVED
+    names = {name for names in REMOVED for name in names.split()}
+    assert len(names) > 55 and names.isdisjoint(OPTIONS)
+    for name in names:
+        removed = said(name)
+        assert (
+            "was removed, see docs/changelog.md#removed-options. Instead: " in removed
+            or name.rpartition(".")[2] in HERE
+        )
+
+
+def test_answers_name_options():
+    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in HERE.values()}
+    assert ours <= OPTIONS and not HERE.keys() & NOTHING.keys() and not OPTIONS & {*HERE, *NOTHING}
+
+
+def test_a_removed_option_is_found_by_its_last_part_unless_another_option_has_it():
+    assert "reference.sync_ref_model was removed" in said("sync_ref_model")
+    assert "kto.* was removed" in said("kto.beta")
+    assert "the name in minivlmrl is --sft.learning_rate or" in said("learning_rate")
+    assert "CUDA_VISIBLE_DEVICES=-1 the CPU" in said("device")
