@@ -149,6 +149,11 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
         raise ValueError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 row" or "3 rows"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
     """Return a suggestion for an unknown name in an error message, such as "; did you mean shapes?".
 

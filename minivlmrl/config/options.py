@@ -6,6 +6,7 @@ write yourself declares its options in its own file.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from minivlmrl.config.types import (
@@ -535,6 +536,9 @@ class RunConfig:
         # sections of the recipe whose stages do not run, because --stages on the command line leaves them out
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
+        for path in [Path(self.output_dir), *Path(self.output_dir).parents]:
+            if path.is_file():
+                raise ValueError(f"output_dir is {self.output_dir}, but {path} is a file; name a folder")
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"

@@ -30,7 +30,7 @@ from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video, outline_video
-from minivlmrl.errors import error_context
+from minivlmrl.errors import counted, error_context
 from minivlmrl.files import digest
 
 SAMPLE = 64  # rows that are measured for the summary and for the memory estimate
@@ -558,7 +558,7 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
     listed = []
     for counts, number in media_counts.items():
         kinds = zip(counts, ("image", "video"), strict=True)
-        media = " and ".join(f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in kinds if n)
+        media = " and ".join(counted(n, kind) for n, kind in kinds if n)
         listed.append((media or "no image", number))
     text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
     return f"{num_rows} ({text})" if len(media_counts) > 1 else text

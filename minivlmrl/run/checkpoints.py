@@ -29,7 +29,7 @@ from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, phase
+from minivlmrl.errors import counted, error_context, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -244,7 +244,7 @@ class CheckpointManager:
             )
         if self.world.is_main:
             stage = config.stage_names[progress.stage]
-            print(f"resuming from {self.resumed}: {progress.step} steps of {stage} are done", flush=True)
+            print(f"resuming from {self.resumed}: {counted(progress.step, 'step')} of {stage} done", flush=True)
         self.compare(progress, new_progress.recipe)
         progress.recipe = new_progress.recipe
         progress.stages = config.stage_names
@@ -327,8 +327,8 @@ class CheckpointManager:
                 break
         if progress is not None and self.resumed in folders and int(self.resumed.name) != progress.steps:
             raise ValueError(
-                f"resume: the checkpoint {self.resumed} was saved after {progress.steps} steps, but it has another "
-                f"name; rename the folder to {progress.steps:06d}"
+                f"resume: the checkpoint {self.resumed} was saved after {counted(progress.steps, 'step')}, but it has "
+                f"another name; rename the folder to {progress.steps:06d}"
             )
         if candidates and progress is None:
             raise ValueError(

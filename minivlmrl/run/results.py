@@ -11,7 +11,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import phase
+from minivlmrl.errors import counted, phase
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
@@ -79,7 +79,7 @@ class Results:
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
         if self.world.is_main:
-            rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
+            rows = f"evaluated on {counted(len(held_out), 'row')}" if held_out else "not evaluated"
             first_line = f"# {config.recipe}; {rows}\n"  # report.html shows this line
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())

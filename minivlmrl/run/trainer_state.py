@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from minivlmrl.config.parsing import build
+from minivlmrl.errors import counted
 from minivlmrl.json_files import read_json
 
 RUN = "run.json"
@@ -38,8 +39,8 @@ class TrainerState:
         """Raise ValueError if the number of rows has changed since the checkpoint."""
         if self.rows not in (0, rows):
             raise ValueError(
-                f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "
-                "earlier rows, or accept the change with --resume=FOLDER, the folder of the checkpoint"
+                f"resume: the checkpoint was saved with {counted(self.rows, 'row')}, but the dataset now has "
+                f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
             )
         self.rows = rows
 

@@ -358,3 +358,10 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
         write(content)
     with pytest.raises(ValueError, match="^" + re.escape(sentence.replace("FOLDER", str(tmp_path)))):
         load_config(tmp_path / "recipe.yaml", overrides)
+
+
+@pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])
+def test_a_file_is_no_output_folder(tmp_path, inside):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir is .*taken.*, but .*taken is a file; name a folder"):
+        load_config("shapes.yaml", [f"--output_dir={tmp_path}/taken{inside}"])

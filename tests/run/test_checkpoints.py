@@ -475,7 +475,7 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     resume(recipe, copy, "--resume=auto")
     said = capsys.readouterr().out
     assert "states/000003 is damaged and is ignored" in said and sentence in said
-    assert "resuming from" in said and "states/000002: 2 steps of grpo are done" in said
+    assert "resuming from" in said and "states/000002: 2 steps of grpo done" in said
     assert states(copy) == ["000002"]
 
 

@@ -59,7 +59,7 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     process = torchrun("--checkpoint_steps=1", "--resume=auto", action=action, launcher=["--max-restarts=1"])
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
-    assert "states/000003: 3 steps of sft are done" in out
+    assert "states/000003: 3 steps of sft done" in out
     train_recipe([str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'alone'}"])
     two = metrics(tmp_path / "run")
     one = metrics(tmp_path / "alone")

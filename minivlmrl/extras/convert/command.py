@@ -29,7 +29,7 @@ from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows
-from minivlmrl.errors import check_field, did_you_mean, error_context, optional_dependency
+from minivlmrl.errors import check_field, counted, did_you_mean, error_context, optional_dependency
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
@@ -91,12 +91,12 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         write(partial, out.suffix, converted)
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
-            print(f"{path}: all {changed['rows']} rows already have the form that a run reads", file=sys.stderr)
+            print(f"{path}: a run reads its {counted(changed['rows'], 'row')} without a change", file=sys.stderr)
             return path
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{path}: {changed['rows']} rows of the layout {layout!r} were written to {out}", file=sys.stderr)
+    print(f"{path}: wrote {counted(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
     report_dropped(dropped, out)
     if out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)

@@ -26,7 +26,7 @@ from minivlmrl.data.file_dataset import RowSize
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_field
+from minivlmrl.errors import check_field, counted
 from minivlmrl.extras.memory.estimate import (
     GB,
     RESERVE,
@@ -67,7 +67,7 @@ def main(arguments: list[str]):
     name = base_model(name) if is_adapter_folder(name) else name
     gpu_bytes, card = find_gpu(options.gpu_memory)
     costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
-    print(f"{name}: {parameters_text(costs)}; {options.gpus} GPUs of {gpu_bytes / GB:g} GB")
+    print(f"{name}: {parameters_text(costs)}; {counted(options.gpus, 'GPU')} of {gpu_bytes / GB:g} GB")
     typical = [assumed_row(options)]
     measured = None
     if options.text_tokens is None and options.image_tokens is None:

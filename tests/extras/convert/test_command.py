@@ -139,7 +139,7 @@ def test_what_has_no_place_is_named(write_rows, capsys):
     rows = [{"conversations": [TURNS[0] | {"id": "a"}, TURNS[1]], "id": i, "options": ["one", "two"]} for i in range(3)]
     main([str(write_rows(*rows))])
     said = capsys.readouterr().err
-    assert "3 rows of the layout 'conversations' were written to" in said
+    assert "wrote 3 rows of the layout 'conversations' to" in said
     assert "dropped: column 'options' (3 times)\ndropped: key 'id' of turns (3 times)\n" in said
 
 
@@ -173,7 +173,7 @@ def test_a_name_without_a_known_ending_is_refused(write_rows, capsys):
 def test_a_file_in_our_form_stays(write_rows, capsys):
     path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
     assert main([str(path)]) == 0
-    assert "all 2 rows already have the form" in capsys.readouterr().err
+    assert "a run reads its 2 rows without a change" in capsys.readouterr().err
     assert not path.with_name("rows_converted.jsonl").exists()
     with pytest.raises(ValueError, match=r"--out is .*rows\.jsonl, which is the file that is converted"):
         main([str(path), f"--out={path}"])
