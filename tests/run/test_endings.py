@@ -1,0 +1,163 @@
+"""Test the exit code and the saved state of runs in which a callback or a tracker raises an error.
+
+test_wait.py tests slow and hanging callbacks.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.extras import report
+from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.loop import run_training
+from minivlmrl.run.process import run_rank
+from tests.helpers.children import fork_processes
+from tests.helpers.runs import metrics
+
+pytestmark = pytest.mark.usefixtures("default_signals")
+OPTIONS = ["--stages=[sft]", "--sft.max_steps=3", "--eval_steps=1", "--data.eval_rows=2", "--resume=auto"]
+OPTIONS.append("--checkpoint_steps=2")
+
+
+class Bad(Callback):
+    """A callback that raises in the call `number` (from 1) of one method."""
+
+    def __init__(self, method, number=1, error=None):
+        self.calls = 0
+        self.number = number
+        self.error = error or KeyError("a bug of mine")
+        setattr(self, method, self.fail)
+
+    def fail(self, *_):
+        self.calls += 1
+        if self.calls == self.number:
+            raise self.error
+        return {}
+
+
+class Signal(Callback):
+    """A callback that sends SIGTERM to its own process in the second step."""
+
+    def on_step_end(self, trainer, step, number, values):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+TRACKER = """
+def tracker(config, steps, closing):
+    if {place!r} == "begin":
+        raise KeyError("a bug of mine")
+
+    def log(values, step):
+        if {place!r} == "step" and step == 2:
+            raise KeyError("a bug of mine")
+
+    def close():
+        if {place!r} == "close":
+            raise KeyError("a bug of mine")
+
+    closing.callback(close)
+    return log
+"""
+
+
+@pytest.fixture
+def end(home, lively, tmp_path, capfd):
+    """Return a function that trains with callbacks, and returns the exit code and what was printed."""
+
+    def end(*callbacks, options=(), ranks=1):
+        def work():
+            config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *OPTIONS, *options])
+            return run_training(config, [*default_callbacks(config), *callbacks])
+
+        if ranks > 1:
+            codes = fork_processes(ranks, lambda rank: run_rank(work))
+        else:
+            with pytest.raises(SystemExit) as ended:
+                run_rank(work)
+            codes = [ended.value.code]
+        said = capfd.readouterr()
+        return codes, said.out + said.err
+
+    return end
+
+
+METHODS = {  # (method, number of its call): steps in the state that is saved
+    ("on_recipe", 1): None,
+    ("on_setup", 1): None,
+    ("on_rows", 1): None,
+    ("on_model", 1): None,
+    ("on_run_begin", 1): None,
+    ("on_stage_begin", 1): None,
+    ("on_evaluation", 1): None,
+    ("on_step_begin", 2): 1,
+    ("on_evaluation", 3): 2,
+    ("on_step_end", 2): 2,
+    ("after_step", 2): None,  # the update is not complete
+    ("state_dict", 1): 2,  # the second try succeeds
+    ("on_run_end", 1): 3,
+}
+
+
+def states(tmp_path):
+    return sorted(int(path.name) for path in tmp_path.glob("run/states/*"))
+
+
+@pytest.mark.parametrize("place", METHODS, ids=[f"{method} {number}" for method, number in METHODS])
+def test_a_callback_that_raises_ends_the_run_with_1(end, tmp_path, place):
+    method, number = place
+    codes, said = end(Bad(method, number))
+    assert codes == [1] and "a bug of mine" in said
+    steps = METHODS[place]
+    assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
+    assert end()[0] == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("place", "steps"), [("begin", None), ("step", 2), ("close", 3)])
+def test_a_tracker_that_raises_ends_the_run_with_1(end, tmp_path, place, steps):
+    (tmp_path / "my_tracker.py").write_text(TRACKER.format(place=place))
+    codes, said = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
+    assert codes == [1] and "a bug of mine" in said
+    assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
+
+
+FIRST = {  # the error of the run: its callback, exit code, and a part of its message
+    "a mistake of the user": (Bad("on_step_begin", 2, OSError(28, "No space left on device")), 2, "No space left"),
+    "a signal": (Signal(), 75, "preempted"),
+    "a bug": (Bad("on_step_begin", 2, ZeroDivisionError("the first bug")), 1, "the first bug"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_an_error_in_closing_does_not_replace_the_error_of_the_run(end, tmp_path, name):
+    first, code, sentence = FIRST[name]
+    (tmp_path / "my_tracker.py").write_text(TRACKER.format(place="close"))
+    tracker = f"--report_to=[{tmp_path}/my_tracker.py:tracker]"
+    codes, said = end(first, Bad("on_run_end", 1, RuntimeError("a second bug")), options=[tracker])
+    assert codes == [code] and sentence in said
+    assert "continue with --resume=auto" in said
+    for failure in ("RuntimeError: a second bug", "KeyError: 'a bug of mine'"):
+        assert f"after the error that ended the run, closing failed: {failure}" in said
+
+
+@pytest.mark.parametrize("first", [None, Signal()])
+def test_a_page_that_cannot_be_written_ends_no_run(end, tmp_path, monkeypatch, first):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write_page", full)
+    codes, said = end(*filter(None, [first]))
+    assert codes == [75 if first else 0]
+    assert "report.html was not written: OSError: [Errno 28] No space left on device" in said
+
+
+@pytest.mark.parametrize(("method", "steps"), [("on_step_end", 2), ("on_run_end", 3)])
+def test_two_ranks_end_with_1_and_a_state(end, tmp_path, method, steps):
+    codes, said = end(Bad(method, {"on_step_end": 2, "on_run_end": 1}[method]), ranks=2)
+    assert codes == [1, 1] and "a bug of mine" in said
+    assert states(tmp_path)[-1] == steps
+    assert json.loads((tmp_path / "run" / "states" / f"{steps:06d}" / "run.json").read_text())["steps"] == steps
