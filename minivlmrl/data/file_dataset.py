@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from os.path import getsize, isfile
+from os.path import getmtime, getsize, isfile
 from pathlib import Path
 from types import SimpleNamespace
+from zlib import crc32
 
 import PIL.Image
 import torch
@@ -111,6 +112,7 @@ class RowFacts:
     num_images: int  # in the prompt
     num_videos: int
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
+    media_stamp: int  # checksum of the sizes and times of the row's image and video files; equal in all processes
     text_bytes: tuple[int, ...]  # bytes in the texts of the prompt, and of each column in ANSWERS
     solution: Plain  # value of the column `solution`, which a run compares with answers before the first step
     spelled: tuple[str, ...]  # names of control tokens that stand in the row's texts, such as <|im_end|>
@@ -267,6 +269,11 @@ class FileDataset(Sequence[Row]):
     def prompt_hashes(self) -> list[int]:
         return [facts.prompt_hash for facts in self.facts]
 
+    @property
+    def media_stamp(self) -> str:
+        """Return a hash of the sizes and times of all image and video files; only rank 0 has looked at the files."""
+        return digest([repr([facts.media_stamp for facts in self.facts])])
+
     def describe(self) -> str:
         """Describe in words how many rows the dataset has, and how many images and videos per row."""
         num_rows = sum(file.num_rows for file in self.files)
@@ -312,10 +319,11 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     shown = media + [part["image"] for part in answer_image_parts(row)]
     with error_context(row.where):
         paths = list(files_of(shown, str(file.folder)))
-    file_sizes, missing = [], []
+    file_sizes, file_times, missing = [], [], []
     for source, path in paths if checks_files else ():
         is_file = isfile(path)
         file_sizes.append(getsize(path) if is_file else len(source))
+        file_times.append(getmtime(path) if is_file else 0)
         if path and not is_file:
             missing.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', row.where)})")
     images = []
@@ -332,6 +340,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         num_images=kinds.count("image"),
         num_videos=kinds.count("video"),
         prompt_hash=hash(repr((row.messages, file_sizes))),
+        media_stamp=crc32(repr((file_sizes, file_times)).encode()),
         text_bytes=tuple(len(text.encode()) for text in texts),
         solution=row.columns.get("solution"),
         spelled=tuple(dict.fromkeys(spelled)),

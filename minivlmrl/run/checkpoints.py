@@ -12,7 +12,7 @@ the current stage, step or row. An incomplete checkpoint has a folder name that 
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,8 @@ from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.download import find_folder
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import counted, error_context, phase
@@ -49,6 +51,7 @@ DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # keys under which run.json stores hashes: of an adapter's base weights, of each file of rows and of each file of code
 BASE = "weights below the adapter"
 ROWS = "rows of "
+MEDIA = "sizes or times of image and video files of "
 CODE = "code in "
 
 
@@ -225,10 +228,14 @@ class CheckpointManager:
             return None
         return self.folder_of(progress) if is_saved else None
 
-    def to_resume(self) -> TrainerState:
+    def to_resume(self, datasets: Mapping[str, Dataset]) -> TrainerState:
         """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
         config = self.config
-        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={})
+        recipe = recipe_values(config)
+        if self.world.is_main:  # other ranks have not looked at the files
+            stamped = {name: rows.media_stamp for name, rows in datasets.items() if isinstance(rows, FileDataset)}
+            recipe |= {f"{MEDIA}{name}": stamp for name, stamp in stamped.items()}
+        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
         progress = self.select_checkpoint()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # from an interrupted save
@@ -263,7 +270,7 @@ class CheckpointManager:
         for name in sorted(progress.recipe.keys() | recipe.keys()):
             old_value = progress.recipe.get(name)
             new_value = recipe.get(name)
-            is_hash = name.startswith((CODE, ROWS))
+            is_hash = name.startswith((CODE, ROWS, MEDIA))
             # The recipe has another option if it names a file that it did not name before.
             if old_value == new_value or (is_hash and None in (old_value, new_value)):
                 continue

@@ -64,7 +64,7 @@ def train_stages(
         # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
         check_output_dir(config)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
-    state = checkpoints.to_resume()
+    state = checkpoints.to_resume(datasets)
     if world.is_main:  # only now, because a run that fails before writes no files
         hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
         print(f"output: {config.output_dir}; {hint}", flush=True)

@@ -666,6 +666,22 @@ def test_changed_rows_are_refused(recipe, tmp_path, option, capsys, monkeypatch)
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
 
 
+def test_changed_images_are_reported(recipe, tmp_path, monkeypatch, capsys):
+    PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
+    write_lines(tmp_path / "rows.jsonl", [ROW | {"image": "red.png"}] * 4)
+    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
+    options = [f"--data.train_file={tmp_path / 'rows.jsonl'}", "--data.task=null", "--data.eval_rows=0"]
+    options += ["--checkpoint_steps=1", f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null"]
+    resume(recipe, tmp_path / "run", *options)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
+    capsys.readouterr()
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    assert "changed since" not in capsys.readouterr().out
+    PIL.Image.effect_noise((28, 28), 9).save(tmp_path / "red.png")
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    assert "000003 was saved: sizes or times of image and video files of grpo\n" in capsys.readouterr().out
+
+
 def test_a_run_that_stops_before_its_first_step_says_that_nothing_is_saved(recipe, tmp_path, monkeypatch, capsys):
     def stop(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
