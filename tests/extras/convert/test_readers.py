@@ -221,7 +221,7 @@ WRONG = [  # (row, part of the error message after the file and the line)
 
 @pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
 def test_invalid_rows_are_reported(read, row, message):
-    with pytest.raises(ValueError, match=r"(rows|new)\.jsonl:1: .*" + re.escape(message)):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
         read(row).prompt(lambda messages, images, videos: images[0])
 
 
