@@ -11,6 +11,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 SHOWN_NUMBERS = 12  # larger tensors are described by their shapes
 # Masks of the batches, from small to large. Padding is on the right, and some completions also leave out other tokens.
 MASKS = (
+    [[1]],
     [[1, 0]],
     [[0, 1]],
     [[1, 1, 0]],

@@ -133,17 +133,27 @@ def judge(
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
+    if not any(result.gradient.any() for _, _, result in results):
+        verdict.kinds = ["mistake"]
+        verdict.names = ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
+        return verdict
     errors = [(options, result.error) for _, options, result in results]
     settings = [name for name in SETTINGS if name in varied or name in only]
     candidates = closest_losses(errors, settings, tolerance)
     verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
     if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
-        if kind == "grpo":
-            verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
-        known = {name: x for name, x in only.items() if name in DEFAULTS[kind]}
-        broken = examine(my_loss, kind, tolerance, **known).sentences("broken")
-        verdict.names += [f"broken law: {says}" for says in broken]
+        verdict.names += lines_without_name(my_loss, tolerance, kind, only)
     return verdict
+
+
+def lines_without_name(my_loss, tolerance: float, kind: str, only: dict) -> list[str]:
+    """Return a hint, and a line for each law that a loss without a name breaks."""
+    lines = []
+    if kind == "grpo":
+        lines.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
+    known = {name: x for name, x in only.items() if name in DEFAULTS[kind]}
+    broken = examine(my_loss, kind, tolerance, **known).sentences("broken")
+    return lines + [f"broken law: {says}" for says in broken]
 
 
 def find_names_by_loss(

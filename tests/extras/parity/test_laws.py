@@ -151,10 +151,11 @@ def test_the_loss_of_minimal_py_obeys_all_laws():
     spec.loader.exec_module(minimal)
 
     def loss(b, options):
-        logps, old, ref = b["per_token_logps"], b["old_per_token_logps"], b["ref_per_token_logps"]
-        return minimal.grpo_loss(logps, old, b["advantages"], b["mask"], 0.2, options["beta"], ref)
+        named = {name: options[name] for name in ("epsilon_low", "epsilon_high", "beta")}
+        named |= {name: b[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
+        return minimal.grpo_loss(b["per_token_logps"], b["advantages"], b["mask"], **named)
 
-    assert "only one bound" in notes(loss)
+    assert laws(loss, loss_type="grpo") == 15
 
 
 def losses_with_notes():

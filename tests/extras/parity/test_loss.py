@@ -466,6 +466,11 @@ def test_a_completion_without_tokens_does_not_hide_a_mistake():
     assert [line for line in judge(changed(loss=loss), **PLAIN).names if line.startswith("mistake")] == [nan]
 
 
+def test_a_detached_loss_has_a_name():
+    verdict = judge(lambda *given: my_loss(*given).detach(), **PLAIN)
+    assert verdict.names[0] == "mistake: no gradient reaches the policy"
+
+
 def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
     monkeypatch.setattr("time.thread_time", lambda: 1e9)
     assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=1.0, **KL).names[0] == f"mistake: {SWAPPED}"
