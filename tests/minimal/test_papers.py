@@ -1,20 +1,17 @@
 """Apply the pages of docs/papers to minimal.py, and compare the changed file with TRL, or with the package."""
 
 import copy
-import importlib.util
 import re
 import shutil
-import subprocess
-import tempfile
 from argparse import Namespace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks import papers
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from tests.helpers.links import ROOT
 from tests.minimal.pairs import write_folder
@@ -40,16 +37,7 @@ def changed_lines(page: str) -> int:
 @cache
 def patched(*pages: str):
     """Import a copy of minimal.py to which pages were applied, as a reader would apply them."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(shutil.copy(ROOT / "minimal.py", folder))
-        for page in pages:
-            before = file.read_text()
-            subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
-            assert file.read_text() != before
-        spec = importlib.util.spec_from_file_location("minimal_" + "_".join(pages), file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    return papers.load_patched(list(pages))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -64,6 +52,26 @@ def test_a_page_has_three_paragraphs_and_one_short_diff(page):
 def test_the_table_names_each_page_with_its_changed_lines():
     rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \|.*?\| (\d+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert {page: int(count) for page, count in rows} == {page: changed_lines(page) for page in PAGES}
+
+
+def test_pages_and_pictures_show_what_was_measured():
+    for name, text in papers.written(papers.read_curves()).items():
+        assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
+
+
+def test_a_page_ends_with_the_mean_and_the_range_of_both_methods(tmp_path):
+    curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
+    texts = papers.written(curves)
+    shown = "0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO: the mean over 2 seeds"
+    assert shown in texts["rloo.md"]
+    assert "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | GRPO | 0.30 (0.20 to 0.40) | 2 |" in texts["README.md"]
+    assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    for name, text in texts.items():  # written twice, the files are the same
+        (tmp_path / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(papers, "FOLDER", tmp_path)
+        assert papers.written(curves) == texts
 
 
 # ---- a step of given completions, rewards and log-probabilities, in place of a model
@@ -268,22 +276,31 @@ def test_ppo_equals_the_package(float64, seed):
         assert difference(step.run(patched("ppo"), wanted=part), theirs) < TOLERANCE
 
 
-def test_ppo_trains_a_critic_and_the_policy(tmp_path):
-    module = patched("ppo")
-    module.make_folder(tmp_path)
-    model = module.load(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    patched().make_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_built_in_task_trains_with_each_page(folder, page, capsys):
+    module = patched(*papers.pages_of(page)) if page in papers.COMPARED else patched(page)
+    model = module.load(folder)
+    before = copy.deepcopy(model)
     options = Namespace(
-        max_steps=1, prompts_per_step=2, learning_rate=1e-3, warmup_steps=1, beta=0.1, num_generations=2,
+        max_steps=2, prompts_per_step=2, learning_rate=1e-3, warmup_steps=1, beta=0.1, num_generations=2,
         max_new_tokens=4,
     )  # fmt: skip
-    before = copy.deepcopy(model)
-    module.reward = lambda text, solution: float(len(text))
-    module.train(model, [module.draw_row() for _ in range(2)], module.grpo, options)
-    critic = options.critic
-    assert critic.lm_head.out_features == 1
-    for trained in (model, critic):
-        moved = trained.visual.merger["mlp"][0].weight - before.visual.merger["mlp"][0].weight
-        assert moved.abs().max() > 1e-4
+    stage = module.dpo if page in ("mpo", "kto", "reference_sums") else module.grpo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "reward", lambda text, solution: float(len(text)))
+        module.train(model, [module.draw_row() for _ in range(2)], stage, options)
+    assert f"{stage.__name__} step 2 of 2: " in capsys.readouterr().out
+    assert (model.lm_head.weight - before.lm_head.weight).abs().max() > 1e-4
+    if page == "ppo":
+        moved = options.critic.visual.merger["mlp"][0].weight - before.visual.merger["mlp"][0].weight
+        assert options.critic.lm_head.out_features == 1 and moved.abs().max() > 1e-4
 
 
 # ---- pairs of answers

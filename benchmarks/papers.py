@@ -1,0 +1,279 @@
+"""Train the built-in task of minimal.py with each page of docs/papers, and draw the accuracies.
+
+    python benchmarks/papers.py --seeds 0 1 2             # all pages; runs that curves.json has are left out
+    python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
+    python benchmarks/papers.py --draw                    # only draw what was measured
+
+All methods begin with the same model for a seed, which is trained with SFT once. Each run takes about a minute. Its
+accuracies are added to docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "papers"
+CURVES = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, EVERY, 2 * EVERY, ... steps]}}
+STEPS, EVERY = 60, 20
+HELD_OUT = 128  # images that are not trained on; two answers to each are sampled
+
+# the method with which a page is compared: its diff without the page's own
+COMPARED = {
+    "several_steps": "grpo",
+    "gspo": "several_steps",
+    "dapo": "grpo",
+    "dr_grpo": "grpo",
+    "cispo": "several_steps",
+    "rloo": "grpo",
+    "ppo": "grpo",
+    "mpo": "dpo",
+    "kto": "dpo",
+    "reference_follows": "grpo",
+    "reference_renewed": "grpo",
+    "shared_layers": "grpo",
+}
+NAMES = {
+    "grpo": "GRPO",
+    "dpo": "DPO",
+    "several_steps": "several steps",
+    "gspo": "GSPO",
+    "dapo": "DAPO",
+    "dr_grpo": "Dr. GRPO",
+    "cispo": "CISPO",
+    "rloo": "RLOO",
+    "ppo": "PPO",
+    "mpo": "MPO",
+    "kto": "KTO",
+    "reference_follows": "following reference",
+    "reference_renewed": "renewed reference",
+    "shared_layers": "shared layers",
+}
+METHODS = ["grpo", "dpo", *COMPARED]
+
+
+def is_dpo(method: str) -> bool:
+    return "dpo" in (method, COMPARED.get(method))
+
+
+def pages_of(method: str) -> list[str]:
+    """Return the pages to apply; several_steps is applied last, because git finds its place then."""
+    if method not in COMPARED:
+        return []
+    return [method, "several_steps"] if COMPARED[method] == "several_steps" else [method]
+
+
+def load_patched(pages: list[str]) -> ModuleType:
+    """Import a copy of minimal.py to which pages were applied."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(shutil.copy(ROOT / "minimal.py", folder))
+        for page in pages:
+            before = file.read_text()
+            subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
+            if file.read_text() == before:  # git skips the files of a repository around the folder
+                raise RuntimeError(f"git apply did not change {file}; set TMPDIR to a folder outside of repositories")
+        spec = importlib.util.spec_from_file_location("_".join(["minimal", *pages]), file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def seed_all(seed: int):
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def demonstrated(seed: int, cache: Path) -> Path:
+    """Return a folder with the model of a seed after SFT, as in minimal.train_tiny; train it if it is missing."""
+    folder = cache / f"sft-{seed}"
+    if not (folder / "model.safetensors").exists():
+        minimal = load_patched([])
+        seed_all(seed)
+        minimal.make_folder(cache / f"random-{seed}")
+        model = minimal.load(cache / f"random-{seed}")
+        options = argparse.Namespace(
+            max_steps=40, prompts_per_step=32, learning_rate=3e-3, warmup_steps=10, beta=0.0, num_generations=8,
+            max_new_tokens=20,
+        )  # fmt: skip
+        minimal.train(model, [minimal.draw_row(wrong=0.5) for _ in range(96)], minimal.sft, options)
+        minimal.save(model, folder)
+    return folder
+
+
+def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> list[float]:
+    """Train a method, and return its accuracies after 0, EVERY, 2 * EVERY, ... steps."""
+    folder = demonstrated(seed, cache)
+    module = load_patched(pages_of(method))
+    seed_all(seed)
+    held_out = [module.draw_row() for _ in range(HELD_OUT)]
+    rows = [module.draw_row() for _ in range(16 * STEPS)]
+    model = module.load(folder)
+    accuracies = []
+
+    def report(stage, step, max_steps, metrics):
+        if step % EVERY == 0:
+            with torch.random.fork_rng():  # measuring does not change the run
+                torch.manual_seed(seed)
+                accuracies.append(round(module.accuracy(model, held_out), 4))
+            print(f"{method}, seed {seed}, step {step}: {accuracies[-1]:.3f}", flush=True)
+
+    module.report = report
+    report(None, 0, steps, [])
+    options = argparse.Namespace(
+        max_steps=steps, prompts_per_step=16, learning_rate=3e-4, warmup_steps=5, beta=1.0 if is_dpo(method) else 0.02,
+        num_generations=8, max_new_tokens=20,
+    )  # fmt: skip
+    module.train(model, rows, module.dpo if is_dpo(method) else module.grpo, options)
+    return accuracies
+
+
+# ---- pictures and pages
+
+WIDTH, HEIGHT, LEFT, TOP = 420, 230, 40, 14
+STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{fill:none;stroke-width:2}
+.base{stroke:#888;fill:#888} .page{stroke:#4051b5;fill:#4051b5} .band{stroke:none;opacity:.18}
+@media (prefers-color-scheme:dark){text{fill:#bbb} .page{stroke:#8c9eff;fill:#8c9eff}}</style>"""
+
+
+def common_seeds(curves: dict, method: str) -> list[str]:
+    """Return the seeds with which a method and the one that it is compared with were trained."""
+    return sorted(curves.get(method, {}).keys() & curves.get(COMPARED[method], {}).keys(), key=int)
+
+
+def line(runs: list[list[float]], kind: str) -> list[str]:
+    """Draw the mean of runs, and a band from the smallest to the largest."""
+    points = range(len(runs[0]))
+    x = [LEFT + (WIDTH - LEFT - 10) * i / (len(points) - 1) for i in points]
+    y = [[TOP + (HEIGHT - TOP - 30) * (1 - run[i]) for run in runs] for i in points]
+    upper = " ".join(f"{x[i]:.1f},{min(y[i]):.1f}" for i in points)
+    lower = " ".join(f"{x[i]:.1f},{max(y[i]):.1f}" for i in reversed(points))
+    mean = " L".join(f"{x[i]:.1f},{sum(y[i]) / len(runs):.1f}" for i in points)
+    return [
+        f'<polygon class="{kind} band" points="{upper} {lower}"/>',
+        f'<path class="{kind}" style="fill:none" d="M{mean}"/>',
+    ]
+
+
+def picture(curves: dict, method: str) -> str:
+    """Draw the accuracies of a method and of the one that it is compared with."""
+    seeds = common_seeds(curves, method)
+    bottom = HEIGHT - 30
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">', STYLE]
+    for accuracy in (0, 0.5, 1):
+        height = TOP + (bottom - TOP) * (1 - accuracy)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{height}" y2="{height}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{height + 4}" text-anchor="end">{accuracy}</text>')
+    for step in range(0, STEPS + 1, EVERY):
+        x = LEFT + (WIDTH - LEFT - 10) * step / STEPS
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{step}</text>')
+    for name, kind, y in ((COMPARED[method], "base", bottom - 8), (method, "page", bottom - 26)):
+        parts += line([curves[name][seed] for seed in seeds], kind)
+        parts.append(f'<rect class="{kind}" x="{WIDTH - 170}" y="{y - 7}" width="14" height="3"/>')
+        parts.append(f'<text x="{WIDTH - 150}" y="{y}">{NAMES[name]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def final(curves: dict, method: str, seeds: list[str]) -> str:
+    """Return the mean, the smallest and the largest last accuracy."""
+    last = [curves[method][seed][-1] for seed in seeds]
+    return f"{sum(last) / len(last):.2f} ({min(last):.2f} to {max(last):.2f})"
+
+
+def ending(curves: dict, method: str) -> str:
+    """Return what follows the diff of a page."""
+    seeds = common_seeds(curves, method)
+    if not seeds:
+        return ""
+    base = COMPARED[method]
+    return f"""
+![Accuracy of {NAMES[method]} and of {NAMES[base]} over {STEPS} steps]({method}.svg)
+
+Accuracy on the built-in task after {STEPS} steps, from the same SFT models: {final(curves, method, seeds)} with
+{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}: the mean over {len(seeds)} seeds, with the
+smallest and largest ([what was measured](README.md#what-was-measured)).
+"""
+
+
+def table(curves: dict) -> str:
+    """Return the last section of README.md."""
+    rows = []
+    for method, base in COMPARED.items():
+        if seeds := common_seeds(curves, method):
+            cells = [f"[{NAMES[method]}]({method}.md)", final(curves, method, seeds), NAMES[base]]
+            rows.append(f"| {' | '.join([*cells, final(curves, base, seeds), str(len(seeds))])} |")
+    if not rows:
+        return ""
+    return (
+        f"""## What was measured
+
+Accuracies on the built-in task of minimal.py (mean, smallest and largest). For a seed, all methods begin with the same
+model, which SFT trained for 40 steps. Then they train {STEPS} steps of 16 prompts, where `python minimal.py` trains
+160, with the options of the built-in task: learning rate 3e-4, 8 completions for a prompt, and beta 0.02 (1 for DPO,
+MPO and KTO). The accuracy is that of two answers to each of {HELD_OUT} new images. GSPO and CISPO run together with
+[several steps](several_steps.md). No option was tuned for a method. A tiny task with short answers and few seeds shows
+that a diff trains; it does not show which method is better for your model.
+
+| method | accuracy | compared with | its accuracy | seeds |
+|---|---|---|---|---|
+"""
+        + "\n".join(rows)
+        + """
+
+`python benchmarks/papers.py --seeds 0 1 2` measures what [curves.json](curves.json) lacks, and writes this section.
+"""
+    )
+
+
+def written(curves: dict) -> dict[str, str]:
+    """Return {file in docs/papers: text} of all pages with their endings, and of the pictures."""
+    texts = {}
+    for method in COMPARED:
+        page = (FOLDER / f"{method}.md").read_text()
+        diff_end = page.index("\n```\n", page.index("```diff\n")) + len("\n```\n")
+        texts[f"{method}.md"] = page[:diff_end] + ending(curves, method)
+        if common_seeds(curves, method):
+            texts[f"{method}.svg"] = picture(curves, method)
+    readme = (FOLDER / "README.md").read_text()
+    texts["README.md"] = readme.partition("## What was measured")[0] + table(curves)
+    return texts
+
+
+def read_curves() -> dict:
+    return json.loads(CURVES.read_text()) if CURVES.exists() else {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"other than {STEPS}: print, and write nothing")
+    parser.add_argument("--draw", action="store_true", help="train nothing")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "papers", help="folder for models after SFT")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in options.seeds:
+        for method in options.only:
+            if options.draw or str(seed) in read_curves().get(method, {}):
+                continue
+            accuracies = measure(method, seed, options.cache, options.steps)
+            if options.steps != STEPS:
+                continue
+            curves = read_curves()  # again, because another process may have added a run
+            curves.setdefault(method, {})[str(seed)] = accuracies
+            lines = [f' "{name}": {json.dumps(runs)}' for name, runs in curves.items()]
+            CURVES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if options.steps == STEPS:
+        for name, text in written(read_curves()).items():
+            (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
