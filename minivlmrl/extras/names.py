@@ -63,7 +63,6 @@ REMOVED = {
     ),
     "data.rescale_boxes": "recipes/rescale_boxes.py",
     "data.val_split": "data.eval_file",
-    "dpo.precompute_ref_log_probs": "adapter.r, with which policy and reference share the base model",
     "dpo.discopop_tau dpo.smooth_sigmoid": "an argument of dpo_loss, dpo.label_smoothing",
     (
         "grpo.delta grpo.kl_straight_through grpo.off_policy_mask_threshold grpo.sapo_temperature_neg "
@@ -82,9 +81,8 @@ REMOVED = {
     "model.tower_pieces": "model.activation_checkpointing",
     "overwrite": "resume: never",
     "ppo.cliprange_value ppo.whiten_rewards": "ppo.cliprange, whiten(..., shift_mean=False)",
-    "reference.num_shared_layers reference.pattern": "adapter.r, with which policy and reference share the base model",
-    "reference.ref_model_mixup_alpha reference.ref_model_sync_steps reference.sync_ref_model": (
-        "nothing; the reference of a stage does not change"
+    "reference.num_shared_layers reference.pattern": (
+        "model.freeze: a reference shares all frozen weights with the policy"
     ),
     "rollout.batch_invariant": (
         "nothing; rollout/logp_mismatch is the difference between sampler and trainer, and "

@@ -58,7 +58,7 @@ def test_answers_name_options():
 
 
 def test_a_removed_option_is_found_by_its_last_part_unless_another_option_has_it():
-    assert "reference.sync_ref_model was removed" in said("sync_ref_model")
+    assert "reference.pattern was removed" in said("pattern")
     assert "kto.* was removed" in said("kto.beta")
     assert "the name in minivlmrl is --sft.learning_rate or" in said("learning_rate")
     assert "CUDA_VISIBLE_DEVICES=-1 the CPU" in said("device")
