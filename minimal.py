@@ -10,6 +10,9 @@ adds a sentence to this question, which asks for an answer in the form <think>..
 several answers to a question, and makes those with more reward more likely. DPO makes a chosen
 answer more likely than a rejected one.
 
+On a GPU, Qwen2.5-VL-3B needs 72 GB for GRPO and 79 GB for DPO, and the 7B model needs 153 GB for
+GRPO, as benchmarks/minimal_memory.py counts them.
+
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
 and returns B. The package has what minimal.py lacks:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from argparse import Namespace
 from contextlib import nullcontext
 
@@ -215,3 +216,10 @@ def test_the_command_of_the_readme_learns(tmp_path, capsys):
     main(f"--output_dir={tmp_path}")
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     assert before < 0.6 and after > 0.75
+
+
+def test_the_help_states_the_memory_that_was_counted():
+    counted = re.findall(r"Qwen2.5-VL-(\d)B (\w+) +([\d.]+)", (ROOT / "benchmarks" / "minimal_memory.py").read_text())
+    for size, stage, gigabytes in counted:
+        assert re.search(rf"{size}B .*?{round(float(gigabytes))} GB for\s{stage.upper()}", minimal.__doc__)
+    assert len(counted) == 3
