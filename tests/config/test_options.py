@@ -172,7 +172,8 @@ output_dir num_threads save resume check_memory report_minutes timeout max_rewar
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
 data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
 rollout.gather_weights sampling.max_batch_tokens sampling.cuda_graph sampling.environment sampling.history
-sampling.engine sampling.vllm reward_model.path ppo.critic_path reference.path
+sampling.engine sampling.vllm reward_model.path ppo.critic_path reference.path reference.sync_ref_model
+reference.ref_model_mixup_alpha reference.ref_model_sync_steps dpo.precompute_ref_log_probs max_wait_hours
 """
 
 
