@@ -205,6 +205,11 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
             with trainer.phase("forward", rows):
                 loss, metrics = trainer.training_loss(batch)
             with trainer.phase("backward", rows):
+                if has_gradient(batch) and not loss.requires_grad:
+                    raise ValueError(
+                        f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
+                        "Compute it from the log-probabilities without detach() and torch.no_grad()"
+                    )
                 if has_gradient(batch) or loss.requires_grad:  # sharded ranks may share another rank's images
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}

@@ -37,6 +37,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in PATTERN
 OTHER_SITES = re.compile(
     r"https://(arxiv\.org/abs|img\.shields\.io/badge|github\.com/[\w-]+/[\w-]+/(actions|issues|pull))/"
 )
+OWN_SITE = "https://github.com/minivlmrl/minivlmrl/blob/main/"
 NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
 README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
 CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
@@ -61,6 +62,8 @@ def test_links_lead_somewhere(page):
             continue
         file, _, title = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
+        if file.startswith(OWN_SITE):  # the page of a wheel has no files beside it
+            path = ROOT / file.removeprefix(OWN_SITE)
         assert path.exists(), target
         if title:
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
@@ -78,8 +81,8 @@ def test_commands_use_real_tools_recipes_and_options(command):
     words = [word for word in shlex.split(command) if word != "..."]
     if words[0] == "pytest":  # test_wheel.py runs the command
         return
-    if "-m" in words and "minivlmrl" in words:
-        tool = words[words.index("-m") + 2 :][:1]
+    if "minivlmrl" in words:  # `minivlmrl COMMAND`, or `python -m minivlmrl COMMAND`
+        tool = words[words.index("minivlmrl") + 1 :][:1]
         assert not tool or tool[0] in COMMAND_NAMES or tool == ["COMMAND"]
         if tool not in (["memory"], ["train"]):
             return

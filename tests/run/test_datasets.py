@@ -14,6 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import fit_rows
 from minivlmrl.tasks.shapes import TASK, tokenizer
+from minivlmrl.trainers.dpo import DPOTrainer
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 from tests.helpers.on_ranks import launch
@@ -111,7 +112,7 @@ def used(completions, **columns):
 
 @pytest.mark.parametrize(("stages", "rewards", "reads"), [
     (["sft"], ["accuracy"], {"completion"}),
-    (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
+    (["dpo", "reward_model"], [], {"chosen", "rejected", "margin", *DPOTrainer.columns}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
     (["grpo"], ["own.py:unused"], None),  # it receives every column
     (["grpo"], ["own.py:used"], None),

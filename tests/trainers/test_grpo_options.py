@@ -396,3 +396,11 @@ def test_advantages_of_a_later_rollout_are_checked(stage, own, script):
     script([1.0, None, 0.0] * 4)
     with pytest.raises(ValueError, match=r"mine\.py:max_rl returned tensor"):
         stage("grpo", own("advantages", "max_rl")).next()
+
+
+def test_a_loss_without_a_gradient_ends_the_run(stage, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def detached(logps, advantages, mask, **others):\n    return logps.detach().sum(), {}\n")
+    run = stage("grpo", f"--grpo.loss_type={file}:detached")
+    with pytest.raises(ValueError, match="grpo step 0: the loss has no gradient, so nothing would be learned"):
+        run.go()
