@@ -104,7 +104,7 @@ class ReferenceLogps(Callback):
                     if name in self.datasets:
                         stored |= compute(trainer, self.datasets[name])
             trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file), f"write {self.file}")
-        trainer.reference = StoredReference(stored)
+        trainer.reference = StoredReference(stored)  # pyright: ignore[reportAttributeAccessIssue] (has its methods)
 
 
 @torch.no_grad()
@@ -150,4 +150,4 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
     """Compute a hash of everything that the log-probabilities of a pair depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
-    return digest(memoryview(x.contiguous().flatten().view(torch.uint8).numpy()) for x in tensors)
+    return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -119,7 +119,7 @@ class GRPOTrainer(RolloutTrainer):
         if self.kl_in_reward:
             # 4. For RLOO, subtract a KL penalty from the rewards, and compute the advantages from the result.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
-            num_tokens = sum(step[0].normalizer.tokens for step in steps)
+            num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:

@@ -94,12 +94,12 @@ class Examined:
 Law = Callable[[Examined], Iterator[Finding]]
 
 
-def random_batch(kind: str, mask: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
+def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
     """Return a batch with random numbers, in the form that `check` in loss.py describes.
 
     Args:
-        mask: (B, T), 1 for tokens that are trained on. In a batch of pairs, the rejected answers have the masks of the
-            chosen answers in reverse order.
+        rows: (B, T) mask, 1 for tokens that are trained on. In a batch of pairs, the rejected answers have the masks of
+            the chosen answers in reverse order.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def random_batch(kind: str, mask: Sequence, off_policy: float = 0.05) -> dict[st
     def normal(*shape) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    mask = torch.tensor(mask, dtype=torch.float64)
+    mask = torch.tensor(rows, dtype=torch.float64)
     if kind == "dpo":
         mask = torch.stack([mask, mask.flip(1)], 1)
     logps = -normal(*mask.shape).abs() - 0.5
