@@ -224,7 +224,8 @@ class CheckpointManager:
                 lambda world: self.ensure_saved(progress, log, world), alone=not self.config.uses_fsdp
             )
         except Exception as failure:
-            error.add_note(f"no checkpoint could be saved after this error ({failure})")
+            first_line = str(failure).partition("\n")[0]
+            error.add_note(f"no checkpoint could be saved after this error ({first_line})")
             return None
         return self.folder_of(progress) if is_saved else None
 

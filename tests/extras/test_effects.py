@@ -46,6 +46,9 @@ CASES = [
     ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
      [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
+    *((f"reference.ref_model_{name}", value, [{}], [{"reference.sync_ref_model": True}])
+      for name, value in {"mixup_alpha": 0.3, "sync_steps": 8}.items()),
+    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}], [{}]),
     ("dpo.label_smoothing", 0.1, [{"dpo.loss_type": ["hinge", "sft"]}], [{}, {"dpo.loss_type": ["hinge", "robust"]}]),
     ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),

@@ -107,9 +107,7 @@ def test_the_command(tmp_path, capsys):
     assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "RTX 4090", *small])
     shown = capsys.readouterr().out
-    assert "1 GPUs of 24 GB" in shown and re.search(
-        r"at least \S+ s for each step \(rollout .*, train .*, optim", shown
-    )
+    assert "1 GPU of 24 GB" in shown and re.search(r"at least \S+ s for each step \(rollout .*, train .*, optim", shown)
     assert re.search(r"disk: \S+ GB of weights are downloaded to HF_HOME, about 6 GB of wheels", shown)
     start(["memory", "--model", str(file), "--data.train_file=none.jsonl", "--sampling.max_new_tokens=8"])
     shown = capsys.readouterr().out

@@ -93,7 +93,8 @@ def test_each_phase_is_named(interrupted, phase):
     assert said.startswith(f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: ")
     first_line = ERRORS[error][1].partition("\n")[0]
     assert f"({first_line})" in said and "\n" not in said
-    assert said.endswith("no checkpoint was saved yet: start the run again")
+    # An error between two updates loses no step; memory that runs out in saving ends before a state is written.
+    assert re.search(r"; saved after step \d+ in .*states/\d+: continue with --resume=auto$", said)
     assert ("the longest row is" in said) == (phase not in ("load", "save"))
 
 

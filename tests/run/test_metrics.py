@@ -30,7 +30,7 @@ def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):
 
 IDS = torch.zeros(3, dtype=torch.long)
 GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
-STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
+STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None, groups=())
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):

@@ -45,7 +45,7 @@ def test_the_commands_of_the_page(checkpoint, rows, tmp_path, monkeypatch, capsy
     for command in block.splitlines():
         capsys.readouterr()
         try:
-            status = main(shlex.split(command)[3:])
+            status = main(shlex.split(command)[1:])
         except SystemExit as end:
             status = end.code
         assert status == 0, capsys.readouterr().out[-900:]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.trainers.base import checked_loss
 
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
 
@@ -40,6 +39,8 @@ def call(my_loss: Callable, batch: dict, options: dict) -> Tensor:
     """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `normalizer`."""
     if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
         return my_loss(batch, options)
+    from minivlmrl.trainers.base import checked_loss  # here, because it needs the packages of a training run
+
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
     named |= {name: x for name, x in options.items() if name not in OF_A_CASE}

@@ -114,7 +114,7 @@ def test_a_simulated_graph_continues_after_tool_results(monkeypatch):
     with PretendCuda(), torch.inference_mode():
         found, *_ = sample_texts(monkeypatch, *words, model=pretend(model), world=World(device=CUDA))
     for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        assert as_text(ours) == as_text(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
+        assert as_text(ours) == as_text(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-4  # float32
 
 
 def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
