@@ -30,7 +30,7 @@ def test_the_page_shows_the_current_lines_of_minimal():
     rewards = [
         page["values"][v]["rows"][0] for *_, made, _ in page["events"] for _, name, v in made if name == "rewards"
     ]
-    assert len(rewards) == 4 and all({0.5, 1.5} <= {*group} for group in rewards)
+    assert len(rewards) == 6 and all({0.5, 1.5} <= {*group} for group in rewards)
 
 
 @pytest.mark.slow
