@@ -239,8 +239,8 @@ def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
     """Convert each file in a YAML list of data sets, and yield the entries of the recipe's option data.train."""
     with error_context(path):
         content = read_yaml(path.read_text(encoding="utf-8"))
-        sets = content.get("datasets") if isinstance(content, dict) else None
-        sets = sets if isinstance(sets, list) else [None]
+        listed = content.get("datasets") if isinstance(content, dict) else None
+        sets: list[Plain] = listed if isinstance(listed, list) else [None]
         if not all(isinstance(one, dict) and isinstance(one.get("json_path"), str) for one in sets):
             raise ValueError("the file must have a list `datasets` of objects with `json_path`, the path of a file")
         for one in sets:

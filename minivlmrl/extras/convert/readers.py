@@ -217,7 +217,7 @@ def read_ours(row: Columns) -> Columns | None:
 
 def drop_repeated_prompt(row: Columns):
     """Drop `prompt` and `messages` beside `chosen` and `rejected` that are whole conversations (UltraFeedback)."""
-    talks = [row.get(name) for name in ("chosen", "rejected")]
+    talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
     if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         return
     row.drop("messages")

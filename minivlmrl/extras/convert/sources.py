@@ -83,7 +83,7 @@ def _saved_files(state: Path) -> list[str]:
     """Return the names of the Arrow files that a state.json lists, all of them in its folder."""
     files = read_json(state).get("_data_files")
     listed = files if isinstance(files, list) else [None]
-    names = [file.get("filename") if isinstance(file, dict) else None for file in listed]
+    names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ValueError(f"{state}: _data_files must list files of this folder, but it is {files!r:.80}")
     return names
