@@ -25,14 +25,14 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Open the rows of a file or a folder.
+    """Open the rows of a file, a folder, or one split of a folder, as in "folder@train".
 
     Raises:
         ValueError: the file does not exist or cannot be read, or it is not clear which file in the folder has the rows.
     """
-    path = Path(path)
+    path, split = split_of(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
-        return _open_folder(path)
+        return _open_folder(path, split)
     if not isfile(path):
         raise ValueError(
             f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
@@ -46,6 +46,14 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
         raise ValueError(f"{path}: rows are not read from compressed files; unpack the file, and use the new file")
     return Lines(path)
+
+
+def split_of(path: str | Path) -> tuple[Path, str | None]:
+    """Return the folder and the name of the split in "folder@train"; another path has no split, which is None."""
+    folder, _, split = str(path).rpartition("@")
+    if split and isdir(folder) and not (isfile(path) or isdir(path)):
+        return Path(folder), split
+    return Path(path), None
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
@@ -64,14 +72,18 @@ def _for_shell(text: str) -> str:
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
-def _open_folder(folder: Path) -> "Lines | Arrow":
+def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     # for example, the file train-00000-of-00002.parquet belongs to the split "train"
-    split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
-    if len(split_names) > 1:
+    splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
+    names = sorted({*splits.values()})
+    if split is not None:
+        check_field(split in names, f"{folder}@{split}", split, f"a split of the folder: {', '.join(names) or 'none'}")
+        parquet_files = [path for path in parquet_files if splits[path] == split]
+    elif len(names) > 1:
         raise ValueError(
-            f"{folder}: the folder has parquet files of several splits ({', '.join(split_names)}); "
-            "put each split into its own folder"
+            f"{folder}: the folder has parquet files of several splits ({', '.join(names)}); choose one of them, as in "
+            f"{folder}@{names[0]}"
         )
     if parquet_files:
         return Arrow(parquet_files)

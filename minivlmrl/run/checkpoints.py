@@ -28,6 +28,7 @@ from minivlmrl.config.loading import flat
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
@@ -72,7 +73,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
             files = weight_files(find_folder(model.path))
         values[BASE] = digest(sampled_blocks(files))
     for option, file in row_files(config.data).items():
-        values[f"{ROWS}{option}"] = _checksum(Path(file))
+        values[f"{ROWS}{option}"] = _checksum(split_of(file)[0])
     for file in map(Path, sorted(code_files())):
         is_below = file.is_relative_to(Path.cwd())
         values[f"{CODE}{file.relative_to(Path.cwd()) if is_below else file}"] = digest([file])

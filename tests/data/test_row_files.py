@@ -10,7 +10,7 @@ import pytest
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.row_files import open_rows
+from minivlmrl.data.row_files import open_rows, split_of
 from tests.helpers.runs import write_lines
 
 ROWS = [
@@ -115,7 +115,8 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     for name, says in {
         "imagefolder": r"imagefolder: the folder has several files of rows \(metadata\.jsonl, more\.csv\); choose one",
         "dict": r"dict: the folder has no .* convert the file once with `minivlmrl convert .*dict`",
-        "repository": r"repository: the folder has parquet files of several splits \(test, train\); put each",
+        "repository": r"repository: the folder has parquet files of several splits \(test, train\); choose one",
+        "repository@dev": r"repository@dev is 'dev', but it must be a split of the folder: test, train",
         "repository/data/test-0.parquet": "test-0.parquet: the parquet file cannot be read .Parquet file size is 0",
     }.items():
         with pytest.raises(ValueError, match=says):
@@ -168,3 +169,16 @@ def test_a_path_that_is_too_long_counts_as_missing(home):
             open_rows(getattr(path, name))
     with pytest.raises(ValueError, match="this folder does not exist in the working folder"):
         find_folder("x" * 3000)
+
+
+def test_a_split_of_a_folder_is_read_and_compared_by_a_resume(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet", reason="extra missing: pip install pyarrow")
+    import pyarrow as pa
+
+    for split, text in (("train", "a"), ("test", "b")):
+        pq.write_table(pa.Table.from_pylist([{"problem": text}]), tmp_path / f"{split}-00000-of-00001.parquet")
+    assert [open_rows(f"{tmp_path}@{split}")[0]["problem"] for split in ("train", "test")] == ["a", "b"]
+    assert split_of(f"{tmp_path}@train") == (tmp_path, "train")
+    strange = tmp_path / "a@b.jsonl"
+    strange.write_text('{"problem": "c"}')
+    assert open_rows(strange)[0]["problem"] == "c"

@@ -24,6 +24,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import SETTINGS, find_folder
 from minivlmrl.data.file_dataset import RowSize
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_field, counted
@@ -206,10 +207,10 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
     data = run.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
     named = [file for file in files if file]
-    is_complete = data.task is not None or (bool(named) and all(Path(f).exists() for f in named))
+    is_complete = data.task is not None or (bool(named) and all(split_of(f)[0].exists() for f in named))
     if not is_complete or not (folder / "tokenizer.json").is_file():
         return None
-    if data.eval_file and not Path(data.eval_file).exists():
+    if data.eval_file and not split_of(data.eval_file)[0].exists():
         return None
     trainers = find_trainers(run)
     datasets = load_datasets(run, {stage: trainer.needs for stage, trainer in trainers.items()})
