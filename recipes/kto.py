@@ -30,6 +30,12 @@ class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) True for good answers
     others: MicroBatch | None = None  # the same prompts with the answers of other rows, to estimate the KL
 
+    def counts(self, names):
+        """Return how many answers each metric is a mean over: the good or the bad ones for their rewards."""
+        num_good = int(self.labels.sum())
+        of_rewards = {"rewards/chosen": num_good, "rewards/rejected": len(self.labels) - num_good}
+        return super().counts(names) | of_rewards
+
 
 class KTO(OfflineTrainer):
     stage = "kto"

@@ -185,7 +185,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Add up the gradients of a step's micro-batches, and return the metrics over all ranks."""
     world = trainer.world
-    parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
+    parts = []  # each micro-batch's metrics, and how many tokens or answers each of them is a mean over
     # If only the vision tower is trained, a micro-batch without images needs no backward pass.
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
@@ -213,10 +213,10 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                 if has_gradient(batch) or loss.requires_grad:  # sharded ranks may share another rank's images
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
-        parts.append((values, batch.weight))
+        parts.append((values, batch.counts(values)))
     end_micro_batches(trainer.trained)
-    metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
-    return metrics
+    means = merge(world.gather_objects(merge(to_floats(parts))))
+    return {name: value for name, (value, _) in means.items()}
 
 
 def num_tokens(batch: MicroBatch) -> int:

@@ -38,8 +38,8 @@ FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
 # {metric: function that combines the values of micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# (mean metrics, number of tokens or pairs that were averaged)
-Means = tuple[dict[str, float], float]
+# {metric: (its mean, number of tokens or answers that were averaged)}
+Means = dict[str, tuple[float, float]]
 
 
 class MetricsLog(ExitStack):
@@ -315,27 +315,28 @@ def describe_speed(timings: Sequence[dict]) -> str:
     return text
 
 
-def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
+def to_floats(parts: list[tuple[dict[str, Tensor], dict[str, float]]]) -> list[Means]:
     """Convert the metrics of micro-batches from tensors to floats, in one transfer from the GPU."""
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
-    return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
+    return [{name: (next(numbers), counts[name]) for name in metrics} for metrics, counts in parts]
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or pairs."""
-    total = sum(weight for _, weight in parts)
+    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or answers."""
     merged = {}
-    for name in parts[0][0]:
+    for name in parts[0]:
+        means = [part[name] for part in parts]
+        count = sum(count for _, count in means)
         if name in OVER_STEP:
-            merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)
+            value = OVER_STEP[name](value for value, _ in means)
         elif name.endswith("_rms"):
-            squares = sum(metrics[name] ** 2 * weight for metrics, weight in parts)
-            merged[name] = math.sqrt(squares / (total or 1))
+            squares = sum(value**2 * count for value, count in means)
+            value = math.sqrt(squares / (count or 1))
         else:
-            weighted = sum(metrics[name] * weight for metrics, weight in parts)
-            merged[name] = weighted / (total or 1)
-    return merged, total
+            value = sum(value * count for value, count in means) / (count or 1)
+        merged[name] = value, count
+    return merged
 
 
 TRACKERS = {

@@ -36,10 +36,9 @@ class MicroBatch:
     normalizer: LossNormalizer  # numbers of completions and tokens in the step, by which the loss is divided
     ref_per_token_logps: Tensor | None = None  # (R, T) log-probabilities of the reference model, if any, in nats
 
-    @property
-    def weight(self) -> float:
-        """Return the number of tokens to train on, by which the metrics of the micro-batch are weighted."""
-        return float(self.loss_mask.sum())
+    def counts(self, names: Iterable[str]) -> dict[str, float]:
+        """Return how many tokens each of the named metrics is a mean over, to average it over micro-batches."""
+        return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
         """Average per-token values, (tokens,), over the tokens that are trained on."""

@@ -3,7 +3,7 @@
 The model processes a prompt and its images once for all answers to the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -15,7 +15,7 @@ from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import error_context, phase
-from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
+from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
@@ -26,14 +26,10 @@ Item = TypeVar("Item")
 class AnswerBatch(MicroBatch):
     """A micro-batch of answers from the data; pairs stand in the order chosen, rejected, chosen, rejected, ..."""
 
-    @property
-    def weight(self) -> float:
-        """Return the number of answers, by which the metrics of the micro-batch are weighted."""
-        return len(self.loss_mask)
-
-    def mean(self, per_token: Tensor) -> Tensor:
-        """Average per-token values, (tokens,), over the tokens of each answer, and then over the answers."""
-        return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
+    def counts(self, names: Iterable[str]) -> dict[str, float]:
+        """Return how many answers each metric is a mean over; as in TRL, the entropy is a mean over tokens."""
+        num_tokens = float(self.loss_mask.sum())
+        return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
 
 class OfflineTrainer(Trainer):

@@ -24,6 +24,17 @@ def test_a_completion_nobody_could_judge_counts_for_nothing():
     torch.testing.assert_close(advantages[1:], without)
 
 
+def test_a_completion_that_one_of_two_rewards_judges_keeps_that_reward():
+    """The second completion has no reward at all, so its advantage is 0; the others have the rewards 3, 2 and 1."""
+    rewards = torch.tensor([[3.0, NAN], [NAN, NAN], [1.0, 0.5], [NAN, 0.5]])
+    weights = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(combine(rewards, weights), torch.tensor([3.0, NAN, 2.0, 1.0]), equal_nan=True)
+    # GDPO: the first column has the advantages r and -r in rows 0 and 2, and the second column only zeros
+    advantages = normalize_then_sum(rewards, weights, 4)
+    assert advantages[1] == 0 == advantages[3]
+    assert advantages[0] == pytest.approx(1.0, abs=1e-3) and advantages[2] == pytest.approx(-1.0, abs=1e-3)
+
+
 @pytest.mark.parametrize("reward", [1.2, 0.7, 0.2, -1e3 / 3])
 @pytest.mark.parametrize("advantages", [
     group_advantages,

@@ -10,6 +10,8 @@ from minivlmrl.losses.grpo import AVERAGES, grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
 from tests.helpers.by_hand import OFF_POLICY, kl, loss_of, near, policy, tensor
 
+K3 = 0.5 + log(2) - 1  # of a token with probability 0.5 under the policy and 0.25 under the reference
+
 
 @pytest.mark.parametrize("loss_type, first, second", [  # divisor of the first and of the second row
     ("grpo", 2, 6),  # 2 rows, then the 1 or 3 tokens of a row
@@ -30,13 +32,24 @@ def test_clipped_losses(loss_type, first, second):
 @pytest.mark.parametrize("estimator, value, gradient", [
     ("k1", log(2), 1.0),  # 0.6931
     ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref
-    ("k3", 0.5 + log(2) - 1, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
+    ("k3", K3, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
     ("k1+", log(2), log(2)),  # with a plus, the gradient of k2
     ("k2+", log(2) ** 2 / 2, log(2)),
-    ("k3+", 0.5 + log(2) - 1, log(2)),
+    ("k3+", K3, log(2)),
 ])  # fmt: skip
 def test_kl_estimators(estimator, value, gradient):
     assert kl(estimator) == (near(value), near(gradient))
+
+
+@pytest.mark.parametrize("corrected, expected", [
+    (True, (1.5 * K3 + 1.1 * K3) / 4),  # each token's KL times its ratio, as in TRL
+    (False, 2 * K3 / 4),
+])  # fmt: skip
+def test_the_metric_kl_is_a_mean_over_the_tokens(corrected, expected):
+    """Policy and reference differ by log 2 in the last token of each completion; padding does not count."""
+    ref = tensor([-1.0 - log(2), 7.0, 7.0], [-1.0, -1.0, -1.0 - log(2)])
+    metrics = policy(*OFF_POLICY, beta=0.3, ref_per_token_logps=ref, use_bias_correction_kl=corrected)[2]
+    assert metrics["kl"] == near(expected)
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5])

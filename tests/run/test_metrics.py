@@ -135,14 +135,16 @@ def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_
 def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
     """Losses are summed, because each loss is already divided by the counts of the whole step."""
     parts = [
-        ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
-        ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
+        {"kl": (1.0, 10), "rewards/chosen": (1.0, 2), "rollout/logp_mismatch": (3e-6, 10), "loss": (1.0, 10)},
+        {"kl": (4.0, 20), "rewards/chosen": (3.0, 2), "rollout/logp_mismatch": (1e-6, 20), "loss": (2.0, 20)},
     ]
-    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
+    merged = {"kl": (3.0, 30), "rewards/chosen": (2.0, 4), "rollout/logp_mismatch": (3e-6, 30), "loss": (3.0, 30)}
+    assert merge(parts) == merged
     # for metrics with _rms, the squares are averaged
-    assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)
-    assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)  # without tokens
-    assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
+    assert merge([{"a_rms": (3.0, 10)}, {"a_rms": (0.0, 30)}]) == {"a_rms": (1.5, 40)}
+    assert merge([{"kl": (2.0, 0.0), "loss": (0.0, 0.0)}]) == {"kl": (0.0, 0.0), "loss": (0.0, 0.0)}  # without tokens
+    assert merge([merged, merged]) == merged | {"kl": (3.0, 60), "rewards/chosen": (2.0, 8),
+                                                "rollout/logp_mismatch": (3e-6, 60), "loss": (6.0, 60)}  # fmt: skip
 
 
 # stand-in for wandb, which writes all calls into a file of the run's folder

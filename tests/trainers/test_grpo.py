@@ -60,7 +60,7 @@ def test_a_step_contains_its_rows_in_order(stage, samples):
         for row, mask, completion in zip(batch.sampler_logps, batch.loss_mask, own, strict=True):
             assert mask.sum() == len(completion.ids)
             assert torch.equal(row[mask.bool()], completion.logps)
-        assert batch.weight == batch.loss_mask.sum()
+        assert batch.counts(["kl"]) == {"kl": batch.loss_mask.sum()}
 
 
 # four groups of four: equal rewards, different rewards, one reward equal to the mean, equal rewards

@@ -191,6 +191,21 @@ def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
     assert thresholds[0] != thresholds[1]
 
 
+@pytest.mark.parametrize("quantile", [1.0, 0.5])
+def test_the_entropy_bonus_is_a_mean_over_the_trained_tokens_of_the_step(stage, quantile):
+    """Each of two micro-batches divides by the step's tokens, or by those with high entropy, as in TRL."""
+    options = [f"--grpo.top_entropy_quantile={quantile}"]
+    runs = [stage("grpo", *options, f"--grpo.entropy_coef={coefficient}") for coefficient in (0.5, 0.0)]
+    batches = runs[0].next()
+    with torch.no_grad():
+        entropies = torch.cat([runs[0].trainer.logps(batch.group)[1] for batch in batches])
+    kept = entropies[entropies >= (batches[0].entropy_threshold or 0)]
+    assert len(batches) == 2 and (len(kept) < len(entropies)) == (quantile < 1)
+    runs[1].next()
+    with_bonus, without = (run.update()["loss"] for run in runs)
+    assert without - with_bonus == pytest.approx(0.5 * kept.mean().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("option", [
     "beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1",
 ])  # fmt: skip
