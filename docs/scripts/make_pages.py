@@ -5,7 +5,7 @@ A test in tests/repository/test_docs.py fails if a file in docs/ differs from it
 
 from pathlib import Path
 
-from docs.scripts import notebooks, step, walkthrough
+from docs.scripts import notebooks, walkthrough
 
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
@@ -14,7 +14,6 @@ PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
 def main():
     """Generate all pages and images, and write them into docs/."""
     walkthrough.write_picture()
-    step.main()
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
     notebooks.main()

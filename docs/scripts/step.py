@@ -1,8 +1,10 @@
 """Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line made.
 
 The tracer `Film` is called before each line of minimal.py. The first two rounds of each loop and the first two
-calls by each line are recorded; later rounds and calls are only counted. `python -m docs.scripts.step` writes the page.
-docs/step.png is a screenshot of the page, 620 pixels wide.
+calls by each line are recorded; later rounds and calls are only counted.
+
+`python -m docs.scripts.step` writes the page in half a minute; then open docs/step.html in a browser. The build of the
+website runs this script.
 """
 
 import base64
@@ -118,8 +120,8 @@ class Film:
         """Return the index of a value in the page's list of values, in which equal values occur once."""
         return self.values.setdefault(json.dumps(describe(x, name), allow_nan=False), len(self.values))
 
-    def write(self, tokenizer):
-        """Write the page."""
+    def page(self, tokenizer) -> str:
+        """Return the page."""
         data = {
             "code": Path(minimal.__file__).read_text("utf-8"),
             "calls": self.calls,
@@ -129,7 +131,7 @@ class Film:
             "words": [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())],
         }
         text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-        PAGE.write_text(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text), "utf-8")
+        return TEMPLATE.read_text("utf-8").replace("{{DATA}}", text)
 
 
 def describe(x, name="", depth=0):
@@ -240,8 +242,8 @@ def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -
             return rows
 
 
-def main():
-    """Record a GRPO step on two images with four completions for each, and write the page."""
+def page() -> str:
+    """Record a GRPO step on two images with four completions for each, and return the page."""
     model = trained_model()
     rows = choose_rows(model, GRPO, {0.5, 1.5})
     film = Film()
@@ -249,8 +251,8 @@ def main():
         sys.settrace(film)
         minimal.train(model, rows, minimal.grpo, GRPO)
         sys.settrace(None)
-    film.write(model.tokenizer)
+    return film.page(model.tokenizer)
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(), encoding="utf-8")

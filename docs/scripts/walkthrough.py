@@ -34,10 +34,10 @@ HEAD = """\
 
 What does a GRPO step compute, from an image to the new weights? Each section explains a function of
 [minimal.py](../minimal.py), and shows the shape, the dtype and the first values of tensors that the function computed
-for one image and one question. [The step line by line](step.html) shows each line of these functions beside its
-tensors:
+for one image and one question. [The step line by line](scripts/step.py) shows each line of these functions beside its
+tensors. In a clone, `python -m docs.scripts.step` writes this page, docs/step.html:
 
-[![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
+[![Each line of grpo_loss with the tensors that it computed](step.png)](scripts/step.py)
 
 All numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
 The weights are float64, so that other machines print the same numbers.
@@ -109,7 +109,7 @@ also tokens of right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
-# The page describes these functions in words only, because step.html shows their lines.
+# The page describes these functions in words only, because the page of scripts/step.py shows their lines.
 LONG = (
     "patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "log_probabilities", "train",
 )  # fmt: skip

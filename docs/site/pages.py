@@ -8,6 +8,8 @@ import html
 import json
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -18,6 +20,7 @@ BADGE = re.compile(r"!\[([^]]*)\]\(https?://[^)]+\)")  # a picture on another se
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
+STEP = "docs/scripts/step.py"  # writes docs/step.html
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 NAMES = {"vLLM"}  # names that begin with a lower-case letter
 LANGUAGES = {
@@ -34,8 +37,8 @@ LANGUAGES = {
 
 def site_path(path: str) -> str:
     """Return the path in the site of a file: data.md for docs/data.md, and code/train.py.md for train.py."""
-    if path in (START, INDEX):
-        return {START: "index.md", INDEX: "pages.md"}[path]
+    if path in (START, INDEX, STEP):
+        return {START: "index.md", INDEX: "pages.md", STEP: "step.html"}[path]
     if path.startswith("docs/") and not path.startswith(("docs/scripts/", "docs/exercises/")):
         return path.removeprefix("docs/").replace(".ipynb", ".md")
     path = path.removeprefix(".")  # MkDocs leaves out .github/
@@ -126,6 +129,13 @@ def on_config(config):
     files = {path.removeprefix("minivlmrl/"): site_path(path) for path in reading_list()}
     config.nav += [{"The reading list": [{name: path} for name, path in files.items()]}]
     return config
+
+
+def on_pre_build(config):
+    """Write docs/step.html, unless the file is newer than minimal.py and the script."""
+    page, sources = ROOT / "docs" / "step.html", (ROOT / "minimal.py", ROOT / STEP)
+    if not page.exists() or page.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        subprocess.run([sys.executable, "-m", "docs.scripts.step"], cwd=ROOT, check=True)
 
 
 def on_files(files, config):
