@@ -18,7 +18,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import PIL.Image
-from tqdm import tqdm
+
+from minivlmrl.run.progress_bar import ProgressBar
 
 TIMEOUT = 60  # maximum time in seconds to wait for data
 LONGEST = 600  # maximum seconds for a download, because a server may send one byte a minute
@@ -47,15 +48,16 @@ def main(arguments: list[str]) -> int:
         written.touch()
     except OSError as error:
         parser.error(f"{error.filename} cannot be written ({error.strerror}); move the rows to another folder")
-    with written.open("wb") as out:
-        for number, line in enumerate(tqdm(lines), start=1):
+    with written.open("wb") as out, ProgressBar("rows", len(lines)) as bar:
+        for number, line in enumerate(lines, start=1):
+            bar.update()
             if not line.strip():
                 continue
             try:
                 row = json.dumps(replaced(json.loads(line), folder), ensure_ascii=False).encode()
             except FAILURES as error:
                 num_lost += 1
-                tqdm.write(f"{file}:{number}: left out ({error or type(error).__name__})")
+                bar.print(f"{file}:{number}: left out ({error or type(error).__name__})")
                 continue
             out.write(row + b"\n")
     print(f"{written}: {num_lost} rows are left out")

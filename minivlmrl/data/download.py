@@ -9,6 +9,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.data.image_settings import image_settings
+from minivlmrl.errors import optional_dependency
 from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -48,20 +49,14 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
             "Hugging Face format or the id of a repository, with its owner, such as Qwen/Qwen2.5-VL-3B-Instruct."
             + (f" If {name} is a repository, write {name}@main." if "/" in str(name) else "")
         )
-    try:
-        return _snapshot(repository["id"], repository["revision"], patterns)
-    except Exception as error:  # huggingface_hub's releases use different network libraries, with their own exceptions
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{name}: there is no such folder, no complete copy in the Hugging Face cache, and the download failed "
-            f"({reason}). Check the name and the network, or download the repository on another machine and use its "
-            "folder."
-        ) from error
+    return _snapshot(repository["id"], repository["revision"], patterns)
 
 
 def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    name = f"{repo_id}@{revision}" if revision else repo_id
+    with optional_dependency("hub", f"{name}: there is no such folder, and a download requires huggingface_hub"):
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
     download = partial(
         snapshot_download,
@@ -80,6 +75,14 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # Without a connection, snapshot_download could wait forever, but model_info fails after NETWORK_SECONDS.
-    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
-    return Path(download())
+    try:
+        # Without a connection, snapshot_download could wait forever, but model_info fails after NETWORK_SECONDS.
+        HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
+        return Path(download())
+    except Exception as error:  # huggingface_hub's releases use different network libraries, with their own exceptions
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name}: there is no such folder, no complete copy in the Hugging Face cache, and the download failed "
+            f"({reason}). Check the name and the network, or download the repository on another machine and use its "
+            "folder."
+        ) from error

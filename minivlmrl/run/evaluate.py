@@ -19,7 +19,7 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import Reward, held_out_rewards, required_columns
-from minivlmrl.run.metrics import progress_bar
+from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
@@ -141,7 +141,7 @@ def generate_for_rows(
         images: function from IMAGE_ABLATIONS that replaces each row's images, or None.
     """
     world = sample.world
-    bar = progress_bar("answers", len(rows), world.is_main, leave=False)
+    bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
     # Reward functions get None for a column that a held-out row does not have.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):

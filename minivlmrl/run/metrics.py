@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text
+from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -52,6 +52,7 @@ class MetricsLog(ExitStack):
         self.steps = progress.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # start of the current stage
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
+        self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
@@ -98,7 +99,7 @@ class MetricsLog(ExitStack):
         """
         self.trainer = trainer
         self.name = trainer.stage
-        bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
+        bar = ProgressBar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
         # After an error, closing the progress bar lets the error message start on a new line.
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
@@ -143,7 +144,7 @@ class MetricsLog(ExitStack):
             self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
             self.show(number, metrics, self.timings[-1]["step_time"])
             if (number + 1) % SPEED_EVERY == 0:
-                tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
+                self.bar.print(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         return metrics
 
     def write_step(self, number: int, metrics: dict, num_tokens: float, phases: dict[str, float]):
@@ -160,7 +161,7 @@ class MetricsLog(ExitStack):
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
         """Append a warning to warnings.jsonl, and print the warning with the number of completed steps."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
-        tqdm.write(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
+        self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
         """Advance the progress bar; if stderr is not a terminal, print a line per step instead."""
@@ -171,10 +172,9 @@ class MetricsLog(ExitStack):
         shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
         names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
         shown = dict(zip(names, shown.values(), strict=True))
-        self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
-        self.bar.update()
+        self.bar.update(values=dict(list(shown.items())[:3]))
         print_every = 10 if "ipykernel" in sys.modules else 1  # because a notebook keeps all printed lines
-        if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
+        if self.bar.hidden and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
             print(done, *values, f"{step_time:.2f} s", flush=True)
@@ -195,7 +195,7 @@ class MetricsLog(ExitStack):
         self.track(values)
         pairs = zip(short_names(values), values.values(), strict=True)
         shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in pairs)
-        tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
+        self.bar.print(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
         """Close the stage's progress bar, and return how many seconds the stage has trained."""
@@ -231,19 +231,6 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
             flush=True,
         )
     return len(sizes)
-
-
-def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True) -> tqdm:
-    """Create a progress bar, which is shown only on rank 0 and only if stderr is a terminal."""
-    return tqdm(
-        total=total,
-        initial=initial,
-        desc=name,
-        leave=leave,
-        disable=not is_main or not sys.stderr.isatty(),
-        mininterval=0.5,
-        dynamic_ncols=True,
-    )
 
 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):

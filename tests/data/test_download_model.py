@@ -1,6 +1,7 @@
 """Test how model folders are found by path or repository id, with and without a network."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,16 @@ def test_a_hub_that_does_not_answer_times_out(cache, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ValueError, match="the download failed"):
             find_folder(REPOSITORY)
+
+
+def test_a_repository_without_huggingface_hub_says_what_to_install(cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        ValueError, match=r"^Qwen/tiny@main: .* requires huggingface_hub; run pip install -e '\.\[hub\]'"
+    ):
+        find_folder(f"{REPOSITORY}@main")
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder needs no other package
+    assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 
 def test_only_needed_files_are_downloaded(cache, monkeypatch):

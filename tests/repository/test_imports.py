@@ -70,7 +70,7 @@ def run(code: str) -> str:
 CHANGES = """
 import ctypes, importlib, os, warnings
 # libraries of others may change the environment and the filters, so they are imported first
-import huggingface_hub, numpy, PIL.Image, safetensors.torch, tokenizers, torch, torch.distributed.fsdp, tqdm
+import huggingface_hub, numpy, PIL.Image, safetensors.torch, tokenizers, torch, torch.distributed.fsdp
 import torch.distributed.elastic.multiprocessing.errors
 
 def fail(*_):
@@ -91,7 +91,7 @@ def test_an_import_changes_no_environment_variable_and_no_warning_filter():
 
 def test_losses_and_parity_need_few_packages():
     """`pip install --no-deps` is enough for the losses, and parity also needs NumPy, PyYAML and safetensors."""
-    blocked = ["PIL", "tokenizers", "huggingface_hub", "tqdm", "jinja2"]
+    blocked = ["PIL", "tokenizers", "huggingface_hub", "jinja2"]
     for names, missing in (("parity", blocked), ("grpo_loss, dpo_loss", [*blocked, "numpy", "yaml", "safetensors"])):
         run(f"import sys\nfor name in {missing}: sys.modules[name] = None\nfrom minivlmrl import {names}")
 

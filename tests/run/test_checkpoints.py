@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-import tqdm
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.commands.train import train_recipe
@@ -76,8 +75,6 @@ def lively():
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)
         patch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
-        # a forked child would lack the thread of tqdm
-        patch.setattr(tqdm.tqdm, "monitor_interval", 0)
         yield
 
 

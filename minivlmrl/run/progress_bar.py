@@ -1,0 +1,85 @@
+"""Show the progress of a loop in the last line of the terminal."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+SECONDS = 0.5  # the bar is drawn again after at least this time
+
+
+class ProgressBar:
+    """A bar with the steps that are done, the time that is left, the rate and some values.
+
+    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". The bar is on stderr, and is
+    hidden if stderr is not a terminal.
+    """
+
+    def __init__(self, name: str, total: int, is_main: bool = True, initial: int = 0, leave: bool = True):
+        """Draw the bar.
+
+        Args:
+            total: number of steps of the whole loop.
+            is_main: True on rank 0; the other ranks show no bar.
+            initial: steps that an earlier run has done.
+            leave: whether the terminal still shows the bar after the end.
+        """
+        self.name = name
+        self.total = total
+        self.initial = initial
+        self.done = initial
+        self.leave = leave
+        self.values = ""
+        self.begin = time.perf_counter()
+        self.hidden = not is_main or not sys.stderr.isatty()
+        self.draw()
+
+    def update(self, steps: int = 1, values: dict[str, str] | None = None):
+        """Count steps, and show values beside the rate."""
+        self.done += steps
+        self.values = "".join(f", {name}={value}" for name, value in (values or {}).items())
+        if time.perf_counter() - self.drawn >= SECONDS:
+            self.draw()
+
+    def line(self) -> str:
+        """Return the text of the bar."""
+        seconds = time.perf_counter() - self.begin
+        share = self.done / max(self.total, 1)
+        left = rate = "?"
+        if self.done > self.initial:
+            each = seconds / (self.done - self.initial)
+            left = timedelta(seconds=round(each * (self.total - self.done)))
+            rate = f"{each:.2f}s/it" if each > 1 else f"{1 / each:.2f}it/s"
+        time_spent = timedelta(seconds=round(seconds))
+        steps = f"{share:4.0%}|{'#' * int(10 * share):10}| {self.done}/{self.total}"
+        return f"{self.name}: {steps} [{time_spent}<{left}, {rate}{self.values}]"
+
+    def draw(self):
+        self.drawn = time.perf_counter()
+        self._replace(self.line())
+
+    def print(self, text: str, file=None):
+        """Print a line of text above the bar."""
+        self._replace("", "\r")
+        print(text, file=file, flush=True)
+        self.draw()
+
+    def close(self):
+        """Draw the last step, or remove the bar."""
+        if self.leave:
+            self._replace(self.line(), "\n")
+        else:
+            self._replace("", "\r")
+        self.hidden = True
+
+    def _replace(self, line: str, end: str = ""):
+        """Write a line over the bar, cut to the width of the terminal."""
+        if not self.hidden:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals say that they have 0
+            print(f"\r{line[: width - 1]:{width - 1}}", end=end, file=sys.stderr, flush=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
