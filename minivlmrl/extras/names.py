@@ -1,6 +1,6 @@
 """What to write for a name that is no option: names of other projects, and options that earlier versions had.
 
-docs/coming_from.md explains the names of other projects, and the table in docs/changelog.md lists removed options.
+docs/coming_from.md explains the names of other projects.
 """
 
 # {option of TRL, transformers, VLM-R1 or ms-swift: option here}
@@ -128,5 +128,5 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
                 name = f"{path}.*"
             elif path != name and not is_last_part:
                 continue
-            return f"{name} was removed, see docs/changelog.md#removed-options. Instead: {instead}"
+            return f"{name} was removed. Instead: {instead}"
     return ""

@@ -115,7 +115,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("data.path=rows.jsonl", "the name in minivlmrl is --data.train_file"),
     ("use_vllm=true", "perhaps you mean --sampling.vllm"),
     ("grpo.reward_weights=[1]", "the name in minivlmrl is --rewards"),
-    ("save_total_limit=2", "save_total_limit was removed, see docs/changelog.md#removed-options. Instead: two states"),
+    ("save_total_limit=2", "save_total_limit was removed. Instead: two states"),
     ("deepspeed=ds.json", "the name in minivlmrl is --sharding.enabled"),
     ("grpo.epsilon=0.1", "the name in minivlmrl is --grpo.epsilon_low and --grpo.epsilon_high"),
     ("learning_rate=1", "the name in minivlmrl is --sft.learning_rate or --dpo.learning_rate or "),
