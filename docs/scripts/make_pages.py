@@ -3,12 +3,10 @@
 A test in tests/repository/test_docs.py fails if a file in docs/ differs from its generated text.
 """
 
-from pathlib import Path
+from docs.scripts import diagrams, notebooks, walkthrough
+from docs.scripts.picture import DOCS
 
-from docs.scripts import notebooks, walkthrough
-
-DOCS = Path(__file__).parents[1]
-PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
+PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES, **diagrams.PICTURES}
 
 
 def main():

@@ -14,7 +14,6 @@ import sys
 import textwrap
 from argparse import Namespace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -22,12 +21,9 @@ import torch
 from torch import Tensor
 
 import minimal
+from docs.scripts.picture import BLUES, DOCS, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from docs.scripts.step import GRPO, choose_rows, gradient_norms, trained_model
 
-INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
-BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
-FONT = "font-family='Helvetica, Arial, sans-serif'"
-DOCS = Path(__file__).parents[1]
 OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8})
 HEAD = """\
 # Walkthrough
@@ -37,12 +33,12 @@ What does a GRPO step compute, from an image to the new weights? Each section ex
 for one image and one question. [The step line by line](scripts/step.py) shows each line of these functions beside its
 tensors. In a clone, `python -m docs.scripts.step` writes this page, docs/step.html:
 
-[![Each line of grpo_loss with the tensors that it computed](step.png)](scripts/step.py)
+[![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
 All numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
 The weights are float64, so that other machines print the same numbers.
 
-![A GRPO step as a flow chart](step.svg)
+![A GRPO step as a flow chart](images/step.svg)
 
 P is the number of patches, L is the number of tokens in the prompt, G is the number of completions, and T is the number
 of tokens in the longest completion.
@@ -54,7 +50,7 @@ SECTIONS = """\
 {side} = {numbers} normalised values, because a still image has two equal frames. The four patches that later become
 one image token stand next to each other.
 
-<img src='walkthrough.png' width='168' alt='{solution}'>
+<img src='images/walkthrough.png' width='168' alt='{solution}'>
 
 # Prompt: render ids
 The chat template puts the question into a conversation. In the prompt, the placeholder `<|image_pad|>` stands for each
@@ -63,14 +59,14 @@ of the {merged} image tokens.
 # Positions: mrope_positions
 Each token has a position in time, a row and a column. The three positions of a text token are equal, and rise by 1 with
 each token. If an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. The
-text after the image continues from the largest position, as [this picture](mrope.svg) shows.
+text after the image continues from the largest position, as [this picture](images/mrope.svg) shows.
 
 # Vision tower: Vision.forward patches return
 The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends to the patches of its
 window, and in the second block to the whole image. A small MLP, the merger, turns four patches into one image token, a
 vector as wide as a word embedding.
 
-![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
+![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
 The image tokens replace the embeddings of the placeholders. The angles of a token's rotary embedding come from its
@@ -86,7 +82,7 @@ completions have ended. The mask is False for the tokens after the end of a comp
 The hidden state before a token gives {vocab} logits, one for each token of the vocabulary. The log-probability of a
 token is its logit minus the logsumexp over all logits. In this picture, a darker token had a lower log-probability:
 
-![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
+![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
 
 # Rewards: reward
 A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, {solution!r}. At the end of this
@@ -107,7 +103,7 @@ by about the learning rate, {learning_rate:g}. The update of GRPO makes right an
 without tags such as `<answer>` less likely. A wrong answer with tags may become more likely, too, because its tags are
 also tokens of right answers.
 
-![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
+![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
 # The page describes these functions in words only, because the page of scripts/step.py shows their lines.
 LONG = (
@@ -119,48 +115,11 @@ FOOT = """
 `train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
 of a step into one sequence. In this picture, each line is a token, and its colours show to which tokens it attends:
 
-![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
+![Each line is a token, and its colours show the tokens to which it attends](images/mask.svg)
 
-`train.py` also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
+`train.py` also sorts the patches [by window](images/windows.svg), so that a block computes no attention between
+windows.
 """
-
-
-class Picture:
-    """An SVG file with a white background, so that it looks the same on a dark page."""
-
-    def __init__(self, width: int, height: int, title: str):
-        self.lines = [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-            f"height='{height}' role='img' aria-label='{title}'>",
-            f"<rect width='{width}' height='{height}' rx='8' fill='{PAPER}'/>",
-        ]
-
-    def box(self, x: float, y: float, width: float, height: float, fill: str, stroke: str = PAPER, thick: float = 1):
-        """Draw a rectangle."""
-        self.lines.append(
-            f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{fill}' stroke='{stroke}' "
-            f"stroke-width='{thick:g}'/>"
-        )
-
-    def text(
-        self, x: float, y: float, words: str, size=13, fill=INK, anchor="middle", bold: bool = False, halo: str = ""
-    ):
-        """Write text whose middle, start or end is at x and whose baseline is at y; `halo` colours its outline."""
-        more = " font-weight='bold'" if bold else ""
-        more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
-        self.lines.append(
-            f"<text x='{x:g}' y='{y:g}' font-size='{size}' fill='{fill}' text-anchor='{anchor}' {FONT}{more}>"
-            f"{words}</text>"
-        )
-
-    def line(self, points: list[tuple[float, float]], stroke: str = SOFT, thick: float = 1):
-        """Draw a line through points."""
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.lines.append(f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{thick:g}'/>")
-
-    def svg(self) -> str:
-        """Return the text of the SVG file."""
-        return "\n".join([*self.lines, "</svg>"]) + "\n"
 
 
 @cache
@@ -266,7 +225,7 @@ def shown(name: str, value, count: int = 5) -> str:
 
 def write_picture():
     """Write the image of the prompt to docs/walkthrough.png, unless the file already shows this image."""
-    path, pixels = DOCS / "walkthrough.png", np.asarray(numbers()["patchify"]["image"])
+    path, pixels = DOCS / "images/walkthrough.png", np.asarray(numbers()["patchify"]["image"])
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)
 
@@ -360,4 +319,8 @@ def update() -> str:
     return picture.svg()
 
 
-PICTURES = {"walkthrough_patches.svg": patches, "walkthrough_tokens.svg": tokens, "walkthrough_update.svg": update}
+PICTURES = {
+    "images/walkthrough_patches.svg": patches,
+    "images/walkthrough_tokens.svg": tokens,
+    "images/walkthrough_update.svg": update,
+}

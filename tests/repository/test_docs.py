@@ -190,13 +190,6 @@ def test_every_option_of_a_stage_is_explained(options):
     assert not missing, f"docs/policy_gradients.md or docs/preferences.md must explain: {missing}"
 
 
-def test_the_changelog_lists_all_removed_options():
-    page = PAGES["docs/changelog.md"]
-    gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
-    recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
-    assert {*recorded} - ALL_OPTIONS == {*gone}
-
-
 def test_every_metric_is_explained(run, plain):
     """docs/metrics.md contains the full name of each metric, or the part after its group; NAME stands for a reward."""
     folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")

@@ -5,7 +5,7 @@ import pytest
 from docs.scripts.museum import EXHIBITS, SOURCE, changed, record
 from tests.helpers.links import ROOT
 
-PICTURE = (ROOT / "docs" / "museum.svg").read_text(encoding="utf-8")
+PICTURE = (ROOT / "docs" / "images" / "museum.svg").read_text(encoding="utf-8")
 
 
 def test_the_museum_has_ten_exhibits_of_lines_in_minimal():
