@@ -14,16 +14,9 @@ On a GPU, Qwen2.5-VL-3B needs 72 GB for GRPO and 79 GB for DPO, and the 7B model
 GRPO, as benchmarks/minimal_memory.py counts them.
 
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
-and returns B. The package has what minimal.py lacks:
-- all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
-- log-probabilities without storing all logits: kernels/linear_log_softmax.py
-- several GPUs: minivlmrl/distributed/fsdp.py
-- LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py, minivlmrl/model/nf4.py
-- resume, logs, evaluation: minivlmrl/run/
-- several updates per rollout, DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/
-- videos, conversations, other files of rows: minivlmrl/data/
-- Qwen2-VL, Qwen3-VL: minivlmrl/model/families/
-- tools: minivlmrl/extras/agents/
+and returns B. Each page of docs/papers/ shows the lines that another method changes, such as DAPO,
+GSPO or PPO. The package, minivlmrl/, takes the same steps faster and with less memory, and also has
+LoRA, several GPUs, videos, conversations and resume; README.md names its files.
 """
 
 import argparse
@@ -72,13 +65,13 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 def load_image(file) -> PIL.Image.Image:
     """Open an image in RGB, apply its EXIF rotation, and replace transparency with white."""
     image = file
-    if not isinstance(file, PIL.Image.Image):
+    if not isinstance(file, PIL.Image.Image):  # the built-in task draws its images
         try:
             image = PIL.Image.open(file)
             image.load()
         except OSError as error:
             raise InputError(f"{file} cannot be read as an image: {error}") from error
-    if image.mode[0] in "IF":  # Pillow would make nearly every pixel white or black
+    if image.mode[0] in "IF":  # 16 or 32 bits, of which Pillow would make nearly all white or black
         raise InputError(f"{file}: save the image with 8 bits per color")
     image = PIL.ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -156,8 +149,6 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if "<image>" not in problem:
         problem = "<image>" * len(image_lengths) + problem
     first, *texts = problem.split("<image>")
-    if len(texts) != len(image_lengths):
-        raise InputError(f"{problem!r} has {len(texts)} <image>, but {len(image_lengths)} images")
 
     def control(name):
         """Return a list with the id of a control token; a user's text never has such an id."""
@@ -210,11 +201,12 @@ def make_prompt(model, row) -> Prompt:
     vision = model.config["vision_config"]
     patch = vision["patch_size"]
     merge = vision["spatial_merge_size"]
+    min_pixels, max_pixels = model.pixels
     device = model.lm_head.weight.device
     images = []
     grids = []  # rows and columns of image tokens
     for file in row["images"]:
-        patches, h, w = patchify(load_image(file), patch, merge, *model.pixels)
+        patches, h, w = patchify(load_image(file), patch, merge, min_pixels, max_pixels)
         images.append((patches.to(device), h, w))
         grids.append((h // merge, w // merge))
     image_lengths = [rows * columns for rows, columns in grids]
@@ -376,6 +368,8 @@ class Layer(nn.Module):
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
+        # `load` adds three attributes: tokenizer, folder, and pixels, the smallest and the largest
+        # area of an image.
         self.config = config
         self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
@@ -416,189 +410,6 @@ class QwenVL(nn.Module):
             x, keys_and_values = layer(x, angles, mask, past)
             new_cache.append(keys_and_values)
         return self.model["norm"](x), new_cache
-
-
-# ---- Folder in Hugging Face's format -> model with tokenizer, and back
-
-# Values that transformers leaves out of a saved vision_config, because they are its defaults
-VISION_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
-# minimal.py computes only these values of some settings. With another value in its folder, the
-# model would be trained as a different model, so `refuse_other` ends the run.
-LANGUAGE_ONLY = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-}
-VISION_ONLY = {"hidden_act": "silu", "in_channels": 3, "in_chans": 3, "temporal_patch_size": 2}
-ROPE_ONLY = {"partial_rotary_factor": 1.0, "mrope_interleaved": False}
-IMAGES_ONLY = {
-    "do_resize": True,
-    "resample": 3,  # Pillow's number of BICUBIC
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": MEAN.tolist(),
-    "image_std": STD.tolist(),
-    "temporal_patch_size": 2,
-}
-# Prefixes of control tokens; if a user writes such a token in a question, it is ordinary text.
-STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
-
-
-def read_json(file):
-    try:
-        return json.loads(Path(file).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-
-
-def write_json(file, values):
-    Path(file).write_text(json.dumps(values, indent=2), "utf-8")
-
-
-def refuse_other(file, settings, only):
-    """Raise InputError if a file has a setting with another value than `only`."""
-    for key, value in only.items():
-        found = settings.get(key)
-        if found is None or found == value:
-            continue
-        if isinstance(value, float | list) and np.allclose(found, value, atol=1e-6):
-            continue
-        raise InputError(f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
-
-
-def read_config(folder) -> dict:
-    """Read config.json. transformers 5 writes the language model's options into text_config."""
-    file = Path(folder, "config.json")
-    config = read_json(file)
-    if config.get("model_type") != "qwen2_5_vl":
-        raise InputError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
-    known = {key: value for key, value in config.items() if value is not None}
-    config = {**config.get("text_config", {}), **known}
-    refuse_other(file, config, LANGUAGE_ONLY)
-
-    vision = {**VISION_DEFAULTS, **config["vision_config"]}
-    refuse_other(file, vision, VISION_ONLY)
-    refuse_other(file, vision, {"out_hidden_size": config["hidden_size"]})
-    config["vision_config"] = vision
-
-    rope = config.get("rope_parameters") or config["rope_scaling"]
-    config["mrope_section"] = rope["mrope_section"]
-    config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind not in ("default", "mrope"):
-        raise InputError(f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
-    refuse_other(file, rope, ROPE_ONLY)
-    frequency_count = config["hidden_size"] // config["num_attention_heads"] // 2
-    if sum(rope["mrope_section"]) != frequency_count:
-        raise InputError(f"{file}: the sum of mrope_section must be {frequency_count}")
-    return config
-
-
-def read_pixels(folder, vision, max_pixels) -> tuple[int, int]:
-    """Return the smallest and the largest area of an image in pixels."""
-    file = folder / "preprocessor_config.json"
-    if file.exists():
-        settings = read_json(file)
-    else:  # transformers 5
-        file = folder / "processor_config.json"
-        settings = read_json(file)["image_processor"]
-    refuse_other(file, settings, IMAGES_ONLY)
-    refuse_other(file, settings, {"patch_size": vision["patch_size"]})
-    refuse_other(file, settings, {"merge_size": vision["spatial_merge_size"]})
-    size = settings.get("size") or {}
-    smallest = settings.get("min_pixels") or size["shortest_edge"]
-    largest = max_pixels or settings.get("max_pixels") or size["longest_edge"]
-    if smallest > largest:
-        raise InputError(f"{file}: an image has at least {smallest} pixels, but at most {largest}")
-    return smallest, largest
-
-
-def read_weights(folder, device, dtype) -> dict[str, Tensor]:
-    """Read the tensors of a folder from one file, or from the files that its index names."""
-    names = ["model.safetensors"]
-    if not (folder / names[0]).exists():
-        index = read_json(folder / "model.safetensors.index.json")
-        names = sorted(set(index["weight_map"].values()))
-    weights = {}
-    for file in names:
-        for name, weight in load_file(folder / file, str(device)).items():
-            name = name.replace("model.visual.", "visual.").replace("language_model.", "")
-            weights[name] = weight.to(dtype)
-    return weights
-
-
-def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
-    """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
-    folder = Path(folder)
-    try:
-        config = read_config(folder)
-        is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
-        with torch.device("meta"):  # no memory for weights, which the files contain
-            model = QwenVL(config)
-        model.pixels = read_pixels(folder, config["vision_config"], max_pixels)
-    except KeyError as error:
-        raise InputError(f"{folder}: its JSON files have no {error}") from error
-    model.folder = folder
-
-    # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
-    # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
-    tokenizer = read_json(folder / "tokenizer.json")
-    for token in tokenizer["added_tokens"]:
-        token["special"] = token["content"].startswith(STRUCTURE)
-    model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
-    model.tokenizer.encode_special_tokens = True
-    if model.tokenizer.token_to_id("<|image_pad|>") != config["image_token_id"]:
-        raise InputError(f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
-
-    weights = read_weights(folder, device, dtype)
-    if is_tied:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if is_tied:  # assign=True has made two parameters
-        model.lm_head.weight = model.model["embed_tokens"].weight
-    return model
-
-
-def save(model, folder):
-    """Save a model as a folder for transformers, vLLM and train.py. Weights keep their dtype."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.folder.iterdir():  # settings and files of the tokenizer
-        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
-            shutil.copy(file, folder)
-
-    weights = model.state_dict()
-    if model.config["tie_word_embeddings"]:
-        del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    config = read_json(folder / "config.json")
-    config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
-    config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config)
-
-    # The saved model must see images as large as those that it was trained on.
-    smallest, largest = model.pixels
-    for file in (folder / "preprocessor_config.json", folder / "processor_config.json"):
-        settings = read_json(file) if file.exists() else {}
-        images = settings.get("image_processor", settings)
-        if "patch_size" in images:
-            images["min_pixels"] = smallest
-            images["max_pixels"] = largest
-            images["size"] = {"shortest_edge": smallest, "longest_edge": largest}
-            write_json(file, settings)
 
 
 # ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
@@ -925,6 +736,277 @@ def report(stage, step, max_steps, metrics):
         print(NO_REWARD, flush=True)
 
 
+# ---- Folder in Hugging Face's format -> model with tokenizer, and back
+
+# Values that transformers leaves out of a saved vision_config, because they are its defaults
+VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+# Settings of a model or of its images, and the only values that minimal.py computes. With another
+# value in the folder, it would train another model, so `refuse_other` ends the run.
+ONLY = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+    "mrope_interleaved": False,
+    "in_channels": 3,
+    "in_chans": 3,
+    "temporal_patch_size": 2,
+    "do_resize": True,
+    "resample": 3,  # Pillow's number of BICUBIC
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": MEAN.tolist(),
+    "image_std": STD.tolist(),
+}
+# Prefixes of control tokens; if a user writes such a token in a question, it is ordinary text.
+STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
+
+
+def read_json(file):
+    try:
+        return json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+
+
+def write_json(file, values):
+    Path(file).write_text(json.dumps(values, indent=2), "utf-8")
+
+
+def refuse_other(file, settings, **sizes):
+    """Raise InputError if a file has a setting with another value than ONLY or `sizes`."""
+    for key, value in {**ONLY, **sizes}.items():
+        found = settings.get(key)
+        if found is None or found == value:
+            continue
+        if isinstance(value, float | list) and np.allclose(found, value, atol=1e-6):
+            continue
+        raise InputError(f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
+
+
+def read_config(folder) -> dict:
+    """Read config.json. transformers 5 writes the language model's options into text_config."""
+    file = Path(folder, "config.json")
+    config = read_json(file)
+    if config.get("model_type") != "qwen2_5_vl":
+        raise InputError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
+    known = {key: value for key, value in config.items() if value is not None}
+    config = {**config.get("text_config", {}), **known}
+    vision = {**VISION_DEFAULTS, **config["vision_config"]}
+    config["vision_config"] = vision
+    rope = config.get("rope_parameters") or config["rope_scaling"]
+    refuse_other(file, config)
+    refuse_other(file, vision, out_hidden_size=config["hidden_size"])
+    refuse_other(file, rope)
+    config["mrope_section"] = rope["mrope_section"]
+    config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ("default", "mrope"):
+        raise InputError(f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
+    frequency_count = config["hidden_size"] // config["num_attention_heads"] // 2
+    if sum(rope["mrope_section"]) != frequency_count:
+        raise InputError(f"{file}: the sum of mrope_section must be {frequency_count}")
+    return config
+
+
+def read_pixels(folder, vision, max_pixels) -> tuple[int, int]:
+    """Return the smallest and the largest area of an image in pixels."""
+    file = folder / "preprocessor_config.json"
+    if file.exists():
+        settings = read_json(file)
+    else:  # transformers 5
+        file = folder / "processor_config.json"
+        settings = read_json(file)["image_processor"]
+    merge = vision["spatial_merge_size"]
+    refuse_other(file, settings, patch_size=vision["patch_size"], merge_size=merge)
+    size = settings.get("size") or {}
+    smallest = settings.get("min_pixels") or size["shortest_edge"]
+    largest = max_pixels or settings.get("max_pixels") or size["longest_edge"]
+    if smallest > largest:
+        raise InputError(f"{file}: an image has at least {smallest} pixels, but at most {largest}")
+    return smallest, largest
+
+
+def read_weights(folder, device, dtype) -> dict[str, Tensor]:
+    """Read the tensors of a folder from one file, or from the files that its index names."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        index = read_json(folder / "model.safetensors.index.json")
+        names = sorted(set(index["weight_map"].values()))
+    weights = {}
+    for file in names:
+        for name, weight in load_file(folder / file, str(device)).items():
+            name = name.replace("model.visual.", "visual.").replace("language_model.", "")
+            weights[name] = weight.to(dtype)
+    return weights
+
+
+def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
+    """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
+    folder = Path(folder)
+    try:
+        config = read_config(folder)
+        is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
+        with torch.device("meta"):  # no memory for weights, which the files contain
+            model = QwenVL(config)
+        model.pixels = read_pixels(folder, config["vision_config"], max_pixels)
+    except KeyError as error:
+        raise InputError(f"{folder}: its JSON files have no {error}") from error
+    model.folder = folder
+
+    # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
+    # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
+    tokenizer = read_json(folder / "tokenizer.json")
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["content"].startswith(STRUCTURE)
+    model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
+    model.tokenizer.encode_special_tokens = True
+    if model.tokenizer.token_to_id("<|image_pad|>") != config["image_token_id"]:
+        raise InputError(f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
+
+    weights = read_weights(folder, device, dtype)
+    if is_tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    if is_tied:  # assign=True has made two parameters
+        model.lm_head.weight = model.model["embed_tokens"].weight
+    return model
+
+
+def save(model, folder):
+    """Save a model as a folder for transformers, vLLM and train.py. Weights keep their dtype."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.folder.iterdir():  # settings and files of the tokenizer
+        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
+            shutil.copy(file, folder)
+
+    weights = model.state_dict()
+    if model.config["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    config = read_json(folder / "config.json")
+    config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
+    config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config)
+
+    # The saved model must see images as large as those that it was trained on.
+    smallest, largest = model.pixels
+    for file in (folder / "preprocessor_config.json", folder / "processor_config.json"):
+        settings = read_json(file) if file.exists() else {}
+        images = settings.get("image_processor", settings)
+        if "patch_size" in images:
+            images["min_pixels"] = smallest
+            images["max_pixels"] = largest
+            images["size"] = {"shortest_edge": smallest, "longest_edge": largest}
+            write_json(file, settings)
+
+
+# ---- File of rows -> rows
+
+ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
+READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
+# With these fields, a row means another prompt than the one that minimal.py would make of it.
+REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
+
+
+def is_comparable(solution) -> bool:
+    """Return whether an answer can equal a solution: a text, a number or a list of numbers."""
+    if isinstance(solution, list) and len(solution) == 1:
+        return is_comparable(solution[0])
+    if isinstance(solution, list):
+        return solution != [] and all(isinstance(item, int | float) for item in solution)
+    return not isinstance(solution, dict)
+
+
+def check_row(row, answers):
+    """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
+    for field in REFUSED:
+        if row.get(field):
+            raise InputError(f"minimal.py does not read {field!r}; train.py reads such rows")
+    if "image" in row and "images" in row:
+        raise InputError("the row has 'image' and 'images'; leave one of them out")
+    image = "images" if "images" in row else "image"
+    for field in (image, "problem", *answers):
+        if field not in row:
+            raise InputError(f"the row has {[*row]}, but no {field!r}")
+        if field not in (image, "solution") and not isinstance(row[field], str):
+            raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
+        if field in answers and not plain(row[field]):
+            raise InputError(f"{field!r} is empty")
+    if not is_comparable(row.get("solution")):
+        raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
+
+
+def find_images(row, folder) -> list[Path]:
+    """Return the paths of a row's images."""
+    names = row["images"] if "images" in row else [row["image"]]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"an image must be the path of a file, but it is {names!r:.80}")
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not os.path.isfile(path):
+            raise InputError(f"there is no image file {path}"[:200])
+    places = row["problem"].count("<image>")
+    if places not in (0, len(paths)):
+        raise InputError(f"'problem' has {places} <image>, but the row has {len(paths)} images")
+    return paths
+
+
+def read_row(line, folder, answers) -> dict:
+    """Read a line of JSON that describes a row."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise InputError(f"the line is {row!r:.80}, but a row is an object {{...}}")
+    row = {field: value for field, value in row.items() if value is not None}
+    check_row(row, answers)
+    row["images"] = find_images(row, folder)
+    # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it asks
+    # if the answer has the form, so that GRPO after SFT has the same question.
+    wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
+    if wants_form and "<answer>" not in row["problem"]:
+        row["problem"] += ASK
+    return row
+
+
+def read_rows(file, answers) -> list[dict]:
+    """Read rows from JSON Lines, in which image paths are relative to the file."""
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read as a text in UTF-8: {error}") from error
+    rows = []
+    unread = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = read_row(line, Path(file).parent, answers)
+        except (InputError, json.JSONDecodeError) as error:
+            raise InputError(f"{file}, line {number}: {error}") from error
+        rows.append(row)
+        unread.update(row.keys() - READ)
+    if not rows:
+        raise InputError(f"{file} has no rows")
+    if unread:
+        print(f"{file}: minimal.py does not read the fields {', '.join(sorted(unread))}")
+    if any(prefix in text for prefix in STRUCTURE):
+        print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
+    return rows
+
+
 # ---- The built-in task: name the object in a small image. There are 12 answers.
 
 COLORS = {
@@ -951,7 +1033,6 @@ DECODER = {
     "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
 }
 TOWER = {
     "depth": 2,
@@ -1031,34 +1112,32 @@ def make_folder(folder):
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL}
-    config = {
-        **DECODER,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "vision_config": TOWER,
-        "bos_token_id": ids["endoftext"],
-        "eos_token_id": ids["im_end"],
-        "image_token_id": ids["image_pad"],
-        "video_token_id": ids["video_pad"],
-        "vision_start_token_id": ids["vision_start"],
-        "vision_end_token_id": ids["vision_end"],
+    files = {
+        "config.json": {
+            **DECODER,
+            "vision_config": TOWER,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "image_token_id": ids["image_pad"],
+            "video_token_id": ids["video_pad"],
+            "vision_start_token_id": ids["vision_start"],
+            "vision_end_token_id": ids["vision_end"],
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": TOWER["patch_size"],
+            "merge_size": 2,
+            "min_pixels": 196,
+            "max_pixels": 12845056,
+        },
+        "tokenizer_config.json": {  # this file and the next one are for transformers
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+        },
+        "generation_config.json": {"eos_token_id": [ids["im_end"], ids["endoftext"]]},
     }
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 7,
-        "merge_size": 2,
-        "min_pixels": 196,
-        "max_pixels": 12845056,
-    }
-    settings = {
-        "tokenizer_class": "Qwen2Tokenizer",  # for transformers
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-    }
-    ends = {"eos_token_id": [ids["im_end"], ids["endoftext"]], "pad_token_id": ids["endoftext"]}
-    write_json(folder / "config.json", config)
-    write_json(folder / "preprocessor_config.json", images)
-    write_json(folder / "tokenizer_config.json", settings)
-    write_json(folder / "generation_config.json", ends)
+    for name, settings in files.items():
+        write_json(folder / name, settings)
 
     model = QwenVL(read_config(folder))
     for name, weight in model.named_parameters():
@@ -1088,130 +1167,16 @@ def train_tiny(model, options):
     The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
     held_out = [draw_row() for _ in range(128)]
-    first = argparse.Namespace(
-        max_steps=40,
-        prompts_per_step=32,
-        learning_rate=3e-3,
-        warmup_steps=10,
-        beta=0.0,  # without a reference
-    )
+    first = argparse.Namespace(max_steps=40, prompts_per_step=32, warmup_steps=10)
+    first.learning_rate = 3e-3
+    first.beta = 0.0  # without a reference
     train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, first)
     print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
     train(model, [draw_row() for _ in range(2560)], options.stage, options)
     print(f"accuracy after {options.stage.__name__} {accuracy(model, held_out):.3f}")
 
 
-# ---- File of rows -> rows
-
-ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
-READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
-# With these fields, a row means another prompt than the one that minimal.py would make of it.
-REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
-
-
-def is_comparable(solution) -> bool:
-    """Return whether an answer can equal a solution: a text, a number or a list of numbers."""
-    if isinstance(solution, list) and len(solution) == 1:
-        return is_comparable(solution[0])
-    if isinstance(solution, list):
-        return solution != [] and all(isinstance(item, int | float) for item in solution)
-    return not isinstance(solution, dict)
-
-
-def check_row(row, answers):
-    """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
-    fields = ["problem", *answers]
-    if "images" not in row:
-        fields.insert(0, "image")
-    for field in fields:
-        if field not in row:
-            raise InputError(f"the row has {[*row]}, but no {field!r}")
-        if field not in ("image", "solution") and not isinstance(row[field], str):
-            raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
-        if field in answers and not plain(row[field]):
-            raise InputError(f"{field!r} is empty")
-    for field in REFUSED:
-        if row.get(field):
-            raise InputError(f"minimal.py does not read {field!r}; train.py reads such rows")
-    if "image" in row and "images" in row:
-        raise InputError("the row has 'image' and 'images'; leave one of them out")
-    if not is_comparable(row.get("solution")):
-        raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
-
-
-def find_images(row, folder) -> list[Path]:
-    """Return the paths of a row's images."""
-    names = row["images"] if "images" in row else [row["image"]]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"an image must be the path of a file, but it is {names!r:.80}")
-    paths = [folder / name for name in names]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise InputError(f"there is no image file {path}"[:200])
-    places = row["problem"].count("<image>")
-    if places not in (0, len(paths)):
-        raise InputError(f"'problem' has {places} <image>, but the row has {len(paths)} images")
-    return paths
-
-
-def read_row(line, folder, answers) -> dict:
-    """Read a line of JSON that describes a row."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise InputError(f"the line is {row!r:.80}, but a row is an object {{...}}")
-    row = {field: value for field, value in row.items() if value is not None}
-    check_row(row, answers)
-    row["images"] = find_images(row, folder)
-    # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it asks
-    # if the answer has the form, so that GRPO after SFT has the same question.
-    wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
-    if wants_form and "<answer>" not in row["problem"]:
-        row["problem"] += ASK
-    return row
-
-
-def read_rows(file, answers) -> list[dict]:
-    """Read rows from JSON Lines, in which image paths are relative to the file."""
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read as a text in UTF-8: {error}") from error
-    rows = []
-    unread = set()
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = read_row(line, Path(file).parent, answers)
-        except (InputError, json.JSONDecodeError) as error:
-            raise InputError(f"{file}, line {number}: {error}") from error
-        rows.append(row)
-        unread.update(row.keys() - READ)
-    if not rows:
-        raise InputError(f"{file} has no rows")
-    if unread:
-        print(f"{file}: minimal.py does not read the fields {', '.join(sorted(unread))}")
-    if any(prefix in text for prefix in STRUCTURE):
-        print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
-    return rows
-
-
 # ---- Command line
-
-RENAMED = {  # argparse completes --warmup and --output by itself
-    "--steps": "--max_steps",
-    "--rows_per_step": "--prompts_per_step",
-    "--group": "--num_generations",
-}
-
-
-def rename(word) -> str:
-    """Replace an option's name in an earlier version with its name in train.py."""
-    name, equals, value = word.partition("=")
-    if name not in RENAMED:
-        return word
-    print(f"{name} is now {RENAMED[name]}")
-    return RENAMED[name] + equals + value
 
 
 def read_options() -> argparse.Namespace:
@@ -1222,18 +1187,17 @@ def read_options() -> argparse.Namespace:
     add("rows", nargs="?", help="JSON Lines file")
     add("--sft", action="store_const", dest="stage", const=sft, default=grpo)
     add("--dpo", action="store_const", dest="stage", const=dpo)
-    add("--max_steps", type=int, default=300, help="optimizer steps")
-    add("--prompts_per_step", type=int, default=16, help="rows of an optimizer step")
+    add("--max_steps", "--steps", type=int, default=300, help="optimizer steps")
+    add("--prompts_per_step", "--rows_per_step", type=int, default=16)
     add("--learning_rate", type=float, default=1e-6)
     add("--warmup_steps", type=int, default=10, help="steps of rising learning rate")
-    add("--num_generations", type=int, default=8, help="completions of each prompt, G")
+    add("--num_generations", "--group", type=int, default=8, help="completions of a prompt, G")
     add("--beta", type=float, default=0.0, help="weight of the KL, or DPO's beta")
     add("--max_new_tokens", type=int, default=256)
     add("--max_pixels", type=int, default=401408, help="largest area of an image")
     add("--seed", type=int, default=0)
     add("--output_dir", default="runs/minimal", help="folder for the trained model")
-    arguments = [rename(word) for word in sys.argv[1:]]
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
@@ -1241,32 +1205,11 @@ def read_options() -> argparse.Namespace:
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
     if not options.folder:
-        parser.set_defaults(
-            max_steps=160,
-            learning_rate=3e-4,  # the model is tiny, and its weights are nearly random
-            warmup_steps=5,
-            beta=0.02,
-            max_new_tokens=20,
-        )
+        parser.set_defaults(max_steps=160, warmup_steps=5, beta=0.02, max_new_tokens=20)
+        parser.set_defaults(learning_rate=3e-4)  # large, as the weights are nearly random
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    return parser.parse_args(arguments)  # with the defaults of this run
-
-
-def make_output(folder):
-    """Make the folder of the trained model before the first step, so that no step is lost."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise InputError(f"--output_dir={folder} cannot be written: {error.strerror}") from error
-
-
-def load_tiny(options) -> QwenVL:
-    """Make the tiny model of the built-in task."""
-    torch.set_num_threads(1)  # the tensors are too small to share the work
-    make_folder(f"{options.output_dir}/random")
-    return load(f"{options.output_dir}/random")
+    return parser.parse_args()  # with the defaults of this run
 
 
 def load_folder(options) -> QwenVL:
@@ -1283,12 +1226,16 @@ def main():
     options = read_options()
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    make_output(options.output_dir)
+    # The folder of the trained model is made before the first step, so that no step is lost.
+    Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.output_dir).close()
     if options.folder:
         rows = read_rows(options.rows, ANSWERS[options.stage])
         model = load_folder(options)
     else:
-        model = load_tiny(options)
+        torch.set_num_threads(1)  # the tensors are too small to share the work
+        make_folder(f"{options.output_dir}/random")
+        model = load(f"{options.output_dir}/random")
     try:
         if options.folder:
             train(model, rows, options.stage, options)
@@ -1305,5 +1252,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, OSError) as error:
         sys.exit(f"minimal.py: {error}")
