@@ -790,7 +790,7 @@ def refuse_other(file, settings, **sizes):
         found = settings.get(key)
         if found is None or found == value:
             continue
-        if isinstance(value, float | list) and np.allclose(found, value, atol=1e-6):
+        if isinstance(value, float | list) and np.array_equal(np.float32(found), np.float32(value)):
             continue
         raise InputError(f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
 
@@ -946,6 +946,8 @@ def check_row(row, answers):
             raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
         if field in answers and not plain(row[field]):
             raise InputError(f"{field!r} is empty")
+    if "rejected" in answers and row["chosen"] == row["rejected"]:
+        raise InputError("'chosen' and 'rejected' are equal")
     if not is_comparable(row.get("solution")):
         raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
 
@@ -954,7 +956,7 @@ def find_images(row, folder) -> list[Path]:
     """Return the paths of a row's images."""
     names = row["images"] if "images" in row else [row["image"]]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"an image must be the path of a file, but it is {names!r:.80}")
+        raise InputError(f"'image' must be a path and 'images' a list of paths: {names!r:.80}")
     paths = [folder / name for name in names]
     for path in paths:
         if not os.path.isfile(path):
