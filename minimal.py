@@ -390,7 +390,7 @@ class QwenVL(nn.Module):
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
-            x = x.masked_scatter(is_image, tokens.to(x.dtype))
+            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # each <|image_pad|> in order
 
         # With M-RoPE sections [4, 6, 6], the first 4 rotary frequencies turn with a token's
         # position in time, the next 6 with its row, and the last 6 with its column.
@@ -400,7 +400,7 @@ class QwenVL(nn.Module):
         angles = positions[axis].T * steps  # (L, D/2)
 
         # Example: with 2 cached tokens and 2 new ones, the causal mask has the rows 1110 and 1111.
-        before = cache[0][0].shape[2] if cache else 0
+        before = cache[0][0].shape[2] if cache else 0  # keys have the shape (n, heads, L, D)
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
 
@@ -1020,6 +1020,7 @@ COLORS = {
     "black": (35, 35, 35),
 }
 LABELS = [f"{color} {shape}" for color in COLORS for shape in ("square", "triangle")]
+# Control tokens of Qwen2.5-VL, without their "<|" and "|>"
 CONTROL = ["endoftext", "im_start", "im_end"]
 for name in ("object_ref", "box", "quad", "vision"):
     CONTROL += [f"{name}_start", f"{name}_end"]
@@ -1080,10 +1081,10 @@ def draw_row(wrong=0.0) -> dict:
     completion = right
     if random.random() < wrong:
         completion = tagged(random.choice(LABELS))
-    # A rejected answer names another object (everywhere or only in <answer>) or has a wrong form.
+    # A rejected answer names another object (everywhere or only in <answer>), or lacks 4 letters.
     cut = random.randrange(1, len(right))
-    wrong_form = right[:cut] + right[cut + 4 :]
-    rejected = random.choice([tagged(other), right.replace(label, other), wrong_form])
+    damaged = right[:cut] + right[cut + 4 :]
+    rejected = random.choice([tagged(other), right.replace(label, other), damaged])
     return {
         "images": [image],
         "problem": "What is it?",
@@ -1169,10 +1170,10 @@ def train_tiny(model, options):
     The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
     held_out = [draw_row() for _ in range(128)]
-    first = argparse.Namespace(max_steps=40, prompts_per_step=32, warmup_steps=10)
-    first.learning_rate = 3e-3
-    first.beta = 0.0  # without a reference
-    train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, first)
+    sft_options = argparse.Namespace(max_steps=40, prompts_per_step=32, warmup_steps=10)
+    sft_options.learning_rate = 3e-3
+    sft_options.beta = 0.0  # without a reference
+    train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, sft_options)
     print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
     train(model, [draw_row() for _ in range(2560)], options.stage, options)
     print(f"accuracy after {options.stage.__name__} {accuracy(model, held_out):.3f}")
