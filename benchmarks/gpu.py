@@ -33,8 +33,8 @@ from common import CARD, part, report, report_skipped, run_part, seconds_of, syn
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.file_dataset import RowSize
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model

@@ -1,6 +1,7 @@
 """Read and write JSON and JSON lines."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from minivlmrl.config.parsing import build
 from minivlmrl.errors import check_field, error_context
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half of a surrogate pair, with or without the other half
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -28,6 +30,18 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     except (ValueError, RecursionError) as error:
         where = str(error).replace("line 1 column", "column")  # a JSON lines file has its own line numbers
         raise ValueError(f"the text is not valid JSON ({where})") from error
+
+
+def check_surrogates(text: str, content: Any):
+    """Raise ValueError if a text in JSON escapes half of a surrogate pair, such as \\ud800.
+
+    Such an escape is valid JSON, but UTF-8 and a tokenizer cannot encode the character.
+
+    Args:
+        content: the value that was parsed from the text.
+    """
+    if SURROGATE.search(text):
+        parse_json(json.dumps(content, ensure_ascii=False), str.encode)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,8 +76,7 @@ def read_json(path: Path) -> dict:
     with error_context(path):
         text = path.read_bytes()
         content = parse_json(text)
-        if b"\\ud" in text.lower():  # half of a surrogate pair is valid JSON, but no text can contain it
-            parse_json(json.dumps(content, ensure_ascii=False), str.encode)
+        check_surrogates(text.decode(), content)
         check_field(isinstance(content, dict), "the content", content, "a JSON object")
         return content
 

@@ -27,6 +27,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
+MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
 KEYS = ("bbox_2d", "bbox", "Position")  # keys under which a JSON object can hold its box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)

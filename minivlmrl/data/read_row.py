@@ -2,9 +2,9 @@
 
 split_answers   the prompt's turns, and the answers
 read_media      the columns image, images, video and videos
-place_answers   each image and video gets its part in a message
+place_media     each image and video gets its part in a message
 
-The functions expect a row whose columns row_checks.check_columns has checked.
+The functions expect a row that row_checks.check_columns has checked.
 """
 
 from itertools import takewhile
@@ -22,7 +22,7 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context
 
 Answers = dict[str, str | list[dict]]
 
@@ -30,38 +30,52 @@ Answers = dict[str, str | list[dict]]
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
     """Convert a row's columns to a Row object without images, and list the prompt's images and videos in order.
 
-    An image part of an answer contains the image's Media under the key "image".
+    An image part of an answer contains the image's Media under the key "image". If the answers `chosen` and `rejected`
+    of a pair contain images, both contain the same images.
     """
-    place, prompt, answers = split_answers(columns, options)
-    messages, media, answers = place_answers(place, prompt, answers, columns, options)
+    place, prompt, answers = split_answers(columns, options.prompt_template)
+    row_media = read_media(columns)
+    messages = prompt
+    media: list[Media] = []
+    showing = [name for name, answer in answers.items() if shows_media(answer)]
+    for name in showing:
+        with error_context(f"column {column_of(name, place)!r}"):
+            conversation, media = place_media([*prompt, *answers[name]], row_media, options)
+            messages = conversation[: len(prompt)]
+            answers[name] = take_images(conversation[len(prompt) :], media)
+    if not showing:  # all images of the row belong to the prompt
+        with error_context(f"column {place!r}"):
+            messages, media = place_media(prompt, row_media, options)
+    messages = add_system_prompt(messages, options.system_prompt)
     row = Row(messages, [], columns, answers.get("completion"), answers.get("chosen"), answers.get("rejected"))
     return row, media
 
 
-def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
+def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answers]:
     """Split a row into its prompt and its answers, as docs/data.md describes.
+
+    Args:
+        template: data.prompt_template, with {problem} or with the whole question.
 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    template = options.prompt_template
-    if "{problem}" not in template:
-        expected = f"a text that contains {{problem}}, because the row has {[*texts]}"
-        check_field(not texts, "data.prompt_template", template, expected)
-        texts, template = {"problem": template}, "{problem}"
-    check_one_of([*texts])
+    if "{problem}" not in template:  # the same question for all rows
+        texts = {"problem": template}
+        template = "{problem}"
     if not texts:
-        place, prompt = "chosen", shared_turns(answers, columns)
-        answers |= {name: answers[name][len(prompt) :] for name in ("chosen", "rejected")}
+        place = "chosen"
+        prompt = shared_turns(answers, columns)
+        for name in ("chosen", "rejected"):
+            answers[name] = answers[name][len(prompt) :]
     else:
-        [(place, value)] = texts.items()
-        prompt = as_turns(value, "user")
+        [(place, text_or_turns)] = texts.items()
+        prompt = as_turns(text_or_turns, "user")
         if place == "messages" and prompt[-1]["role"] == "assistant":
-            check_one_of(["messages", *answers.keys() & {"completion"}])
             first_answer = [turn["role"] for turn in prompt].index("assistant")
-            answers = {"completion": prompt[first_answer:], **answers}
+            answers["completion"] = prompt[first_answer:]
             prompt = prompt[:first_answer]
     if system := columns.get("system"):
         prompt = add_system_prompt(prompt, system)
@@ -88,13 +102,6 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
     return turns
 
 
-def check_one_of(given: list[str]):
-    if len(given) > 1:
-        raise LayoutError(
-            f"the row has both columns {given[0]!r} and {given[1]!r}, but only one of them is allowed; remove the other"
-        )
-
-
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
     """Return the turns with which the conversations `chosen` and `rejected` both begin."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
@@ -119,33 +126,14 @@ def column_of(answer: str, place: str) -> str:
     return place if (answer, place) == ("completion", "messages") else answer
 
 
-def place_answers(
-    place: str, prompt: list[dict], answers: Answers, columns: dict, options: RowOptions
-) -> tuple[list[dict], list[Media], Answers]:
-    """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
-
-    If the answers `chosen` and `rejected` of a pair contain images, both contain the same images.
-
-    Returns:
-        The prompt's messages, its media in order, and {column: answer}.
-    """
-    row_media = read_media(columns)
-    shown = {name: as_turns(turns) for name, turns in answers.items() if shows_media(turns)}
-    messages, media, placed = prompt, [], dict(answers)
-    # If no answer contains an image, all images of the row belong to the prompt.
-    for name, turns in (shown or {place: []}).items():
-        with error_context(f"column {column_of(name, place)!r}"):
-            conversation, media = place_media([*prompt, *turns], row_media, options)
-            messages, answer = conversation[: len(prompt)], conversation[len(prompt) :]
-            parts = shown_parts_of(answer)
-            if any(part_kind(part) == "video" for part in parts):
-                raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # the last items of the list `media` are the answer's images
-            for part in reversed(parts):
-                part["image"] = media.pop()  # RowFile.load replaces it by a function that loads the image
-        if shown:
-            placed[name] = answer
-    return add_system_prompt(messages, options.system_prompt), media, placed
+def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
+    """Move the images of an answer from the end of the list `media` into the image parts of the answer's turns."""
+    parts = shown_parts_of(answer)
+    if any(part_kind(part) == "video" for part in parts):
+        raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
+    for part in reversed(parts):
+        part["image"] = media.pop()  # RowFile.load replaces the Media with a function that loads the image
+    return answer
 
 
 def shows_media(turns: str | list[dict]) -> bool:

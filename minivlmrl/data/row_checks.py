@@ -1,6 +1,7 @@
 """Check a row of a data file once, when the file is opened; reading the row again skips these checks.
 
 check_columns    types of values, and turns
+check_prompts    one prompt for each row
 check_texts      texts in which other projects write more than text
 check_answers    after read_row: empty answers, and pairs of equal answers
 check_required   columns that a stage or a reward needs
@@ -87,6 +88,7 @@ def checked_row(
         LayoutError: the row has the layout of another project.
     """
     check_columns(columns, known)
+    check_prompts(columns, options.prompt_template)
     check_texts(columns)
     listed = [item for items in read_media(columns).values() for item in items]
     try:
@@ -126,6 +128,20 @@ def check_columns(columns: dict, known: Collection[str]):
                 raise kind(f"column {name!r} is {value!r:.60}, but it must be {TYPE_WORDS[TEXTS[name]]}")
             with error_context(f"column {name!r}"):
                 check_turns(as_turns(value), name == "prompt")
+
+
+def check_prompts(columns: dict, template: str):
+    """Raise ValueError if a row has several prompts, or a prompt beside a data.prompt_template without {problem}."""
+    given = [name for name in PROMPTS if columns.get(name) is not None]
+    if "{problem}" not in template:
+        expected = f"a text that contains {{problem}}, because the row has {given}"
+        check_field(not given, "data.prompt_template", template, expected)
+    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":  # prompt and answer in one column
+        given += [name for name in ["completion"] if columns.get(name) is not None]
+    if len(given) > 1:
+        raise LayoutError(
+            f"the row has both columns {given[0]!r} and {given[1]!r}, but only one of them is allowed; remove the other"
+        )
 
 
 def declares_tools(value: Plain) -> bool:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from minivlmrl.config.types import Plain
 from minivlmrl.errors import check_field, error_context, optional_dependency
-from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
+from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
 # types in parquet files that JSON does not have; values of these types are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# parses the rows of a file, refuses repeated keys, and converts NaN and Infinity to None
+ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
@@ -122,7 +123,6 @@ class Lines:
     def split_list(self, content: str) -> list[tuple[int, str]]:
         """Return (line number, text) of each item in a JSON list. The list may have line breaks anywhere."""
         rows = []
-        decode = json.JSONDecoder().raw_decode
         separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
         line_number = 1
         while separator and separator[1] != "]":
@@ -131,7 +131,7 @@ class Lines:
             if not rows and content[start:].strip() == "]":
                 return []
             with error_context(f"{self.path}:{line_number}"):
-                _, end = parse_json(content, decode, start)
+                _, end = parse_json(content, ROW_DECODER.raw_decode, start)
             rows.append((line_number, content[start:end]))
             separator = SEPARATOR.match(content, end)
         if not separator or content[separator.end() :].strip():
@@ -151,10 +151,8 @@ class Lines:
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with error_context(self.where(index)):
-            columns = parse_json(text, decode_row)
-            # A lone surrogate such as \ud800 is valid JSON, but a tokenizer cannot encode it in UTF-8.
-            if SURROGATE.search(text):
-                parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
+            columns = parse_json(text, ROW_DECODER.decode)
+            check_surrogates(text, columns)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
             return columns
 
@@ -221,7 +219,3 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     if isinstance(value, dict):
         return {key: map_nested(item, change, types) for key, item in value.items()}
     return value
-
-
-# decode_row parses a row in JSON, refuses repeated keys, and converts NaN and Infinity to None
-decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

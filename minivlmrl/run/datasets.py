@@ -137,7 +137,8 @@ def describe_unread(rows: Dataset) -> str | None:
     """Return a note about the columns of a data file that nothing reads, or None if there are none."""
     if not isinstance(rows, FileDataset):
         return None
-    replaced = rows.given & (REWARD_ARGUMENTS - {"images"})
+    given = set().union(*(file.given for file in rows.files))
+    replaced = given & (REWARD_ARGUMENTS - {"images"})
     names = sorted({*rows.unread} | replaced)
     if not names:
         return None
@@ -149,6 +150,25 @@ def describe_unread(rows: Dataset) -> str | None:
             f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"
         )
     return note
+
+
+def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
+    """Return a note about rows whose texts spell a control token, or None if there are none.
+
+    Args:
+        structure: names of the control tokens that only a chat template may write.
+    """
+    if not isinstance(rows, FileDataset):
+        return None
+    spelled = [names for facts in rows.facts if (names := [name for name in facts.spelled if name in structure])]
+    if not spelled:
+        return None
+    names = sorted({name for names in spelled for name in names})
+    return (
+        f"{len(spelled)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded as "
+        "ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
+        "texts"
+    )
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:

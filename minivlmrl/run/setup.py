@@ -20,10 +20,11 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_dataset import describe_spelled, long_rows, summary, without_rows
+from minivlmrl.data.file_dataset import without_rows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import long_rows, summary
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -39,7 +40,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.datasets import check_shares, columns_read, describe_unread, load_datasets
+from minivlmrl.run.datasets import check_shares, columns_read, describe_spelled, describe_unread, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.tasks.registry import get_task

@@ -3,9 +3,10 @@
 import PIL.Image
 import pytest
 
-from minivlmrl.data.file_dataset import FileDataset, long_rows, summary, without_rows
+from minivlmrl.data.file_dataset import FileDataset, without_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
+from minivlmrl.data.row_sizes import long_rows, summary
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
@@ -42,11 +43,29 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
 
 def test_only_some_of_many_rows_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
-    task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
+    task = f"1000 with 1 image; prompts of {length} tokens (16 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
     assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith(
         "2 selected out of 3 in 1 file(s); prompts of"
     )
+
+
+def test_the_shortest_the_longest_and_all_unreadable_rows_are_measured(rows, tmp_path):
+    sizes = [[(28, 28 + 14 * (i % 7))] for i in range(80)]
+    sizes[33], sizes[60] = [], [(140, 140)]
+    made = rows(*sizes)
+    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (33, 60)]
+    expected = (
+        f"80 (79 with 1 image, 1 with no image); prompts of {lengths[0]} to {lengths[1]} tokens (16 were measured)"
+    )
+    assert summary(made, PROCESSOR) == expected
+    for number in (21, 77):
+        (tmp_path / f"{number}_0.png").write_bytes(b"no image")
+    made = FileDataset(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:22: .*21_0\.png: the image cannot be read"):
+        summary(made, PROCESSOR)
+    found = summary(made, PROCESSOR, skip_unreadable=True)
+    assert found.startswith(f"{expected}; 2 unreadable rows will be skipped")
 
 
 def test_videos_are_counted_and_not_opened(tmp_path):
@@ -86,7 +105,7 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
         with pytest.raises(ValueError, match=said):
             measure()
     found = summary(made, PROCESSOR, skip_unreadable=True)
-    assert "; 1 of 3 measured rows are unreadable and will be skipped (data.skip_unreadable), for example " in found
+    assert "; 1 unreadable row will be skipped (data.skip_unreadable), for example " in found
     assert found.count("rows.jsonl:1: ") == 1
     found = list(long_rows(made, PROCESSOR, 1, skip_unreadable=True))
     assert len(without_rows(made, {size.index for size in found})) == 1

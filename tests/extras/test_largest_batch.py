@@ -8,9 +8,10 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data.file_dataset import FileDataset, RowSize, heaviest_rows
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import RowSize, heaviest_rows
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.estimate import MemoryQuestion
 from minivlmrl.extras.memory.largest_batch import largest_rows, try_largest_batches

@@ -12,7 +12,7 @@ import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.file_dataset import RowSize
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.extras.memory.command import find_gpu, least_seconds, main, memory_table
 from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory.flops import find_card

@@ -8,7 +8,7 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
-from minivlmrl.data.file_dataset import RowSize
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, recompute_blocks

@@ -1,7 +1,6 @@
 """Check a recipe before the first optimizer step, and print notes about the device, the model and the options."""
 
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +11,8 @@ import torch
 
 from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.boxes import FOUR, PAIR
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
-from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
@@ -34,8 +31,6 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # rows whose solutions are checked, in a few seconds
-NUM_ANSWERS = 64  # rows in whose answers boxes are searched
-BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
 NUM_IMAGES = 16  # rows whose boxes are compared with the image size
 TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
 
@@ -217,14 +212,14 @@ def describe_boxes(
         rows = datasets[stage]
         if not isinstance(rows, FileDataset):
             continue
-        for index in range(0, len(rows), math.ceil(len(rows) / NUM_ANSWERS)):
-            row, _ = rows.read(index)
-            texts = [text_of(turn) for name in trainer.answers for turn in as_turns(getattr(row, name) or [])]
-            if box := BOX.search("\n".join(texts)):
-                space = row.columns.get("box_space") or processor.box_space
+        for facts in rows.facts:
+            boxes = [facts.boxes[name] for name in trainer.answers if name in facts.boxes]
+            if boxes:
+                space = facts.box_space or processor.box_space
                 yield (
-                    f"rows of {stage}: answers contain boxes such as {box[0]}, which are trained as they are. The unit "
-                    f"of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the file"
+                    f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained as they are. The "
+                    f"unit of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
+                    "file"
                 )
                 break
 

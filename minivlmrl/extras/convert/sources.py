@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.row_checks import parse_literal
-from minivlmrl.data.row_files import NO_JSON_TYPES, decode_row, map_nested, open_rows
+from minivlmrl.data.row_files import NO_JSON_TYPES, ROW_DECODER, map_nested, open_rows
 from minivlmrl.errors import error_context, optional_dependency
 from minivlmrl.json_files import parse_json, read_json
 
@@ -101,7 +101,7 @@ def _read_lines(path: Path) -> Rows:
             where = f"{path}:{number}"
             if line := line.removeprefix(b"\xef\xbb\xbf").strip():
                 with error_context(where):
-                    yield where, parse_json(line, decode_row)
+                    yield where, parse_json(line, ROW_DECODER.decode)
 
 
 def _read_cells(path: Path) -> Rows:
@@ -157,7 +157,7 @@ def _list_of_cell(name: str, cell: str) -> Plain:
     """Parse a list or an object in JSON, or in Python as pandas writes it."""
     with error_context(f"column {name!r}"):
         try:
-            return parse_json(cell, decode_row)
+            return parse_json(cell, ROW_DECODER.decode)
         except ValueError:
             value = None if '"' in cell else parse_literal(cell)
             if value is None:

@@ -22,9 +22,9 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import SETTINGS, find_folder
-from minivlmrl.data.file_dataset import RowSize
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_files import split_of
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_field, counted

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.file_dataset import RowSize
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.device import GB
 from minivlmrl.distributed.micro_batching import split_into_micro_batches

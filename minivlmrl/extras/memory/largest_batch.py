@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minivlmrl.data.file_dataset import RowSize
 from minivlmrl.data.loader import readable_prompt
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import phase
 from minivlmrl.extras.memory.estimate import MemoryQuestion, evaluation_batch, sampling_batch

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_dataset import RowSize, heaviest_rows
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import RowSize, heaviest_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.estimate import (
