@@ -22,6 +22,9 @@ FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)'
 START, INDEX = "README.md", "docs/README.md"
 STEP = "docs/scripts/step.py"  # writes docs/step.html
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
+# The search shows these pages first, because they explain the options.
+FOUND_FIRST = {"data.md", "many_gpus.md", "memory.md", "metrics.md", "policy_gradients.md", "preferences.md"}
+UNSEARCHED = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # begins a page that the search does not show
 NAMES = {"vLLM"}  # names that begin with a lower-case letter
 LANGUAGES = {
     "": "text",  # LICENSE
@@ -68,7 +71,9 @@ def written(path: str) -> str:
     source = ROOT / path
     if source.is_dir():
         names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md"))
-        return "\n".join([f"# {path}/\n", *(f"- [{name}]({source.name}/{name})" for name in names if name[0] != "_")])
+        return "\n".join(
+            [f"{UNSEARCHED}# {path}/\n", *(f"- [{name}]({source.name}/{name})" for name in names if name[0] != "_")]
+        )
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
         return BADGE.sub(r"\1", text)
@@ -80,8 +85,8 @@ def written(path: str) -> str:
         link = posixpath.relpath(test, posixpath.dirname(path))
         about = f"File {number} of {len(files)} of the reading list: {files[path]}. Tested by [{test}]({link}).\n\n"
     code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
-    unsearched = "" if about else "search: {exclude: true}\n"  # tests contain the same words as the code
-    return f"---\nhide: [toc]\n{unsearched}---\n\n# {source.name}\n\n{about}{code}"
+    before = "---\nhide: [toc]\n---\n" if about else UNSEARCHED  # tests contain the same words as the code
+    return f"{before}\n# {source.name}\n\n{about}{code}"
 
 
 def notebook(text: str) -> str:
@@ -160,6 +165,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Rewrite the links of pages in docs/. Generated pages already have the links of the site."""
+    if page.file.src_uri in FOUND_FIRST:
+        page.meta["search"] = {"boost": 8}
     if page.file.generated_by:
         return markdown
     return moved(markdown, f"docs/{page.file.src_uri}")

@@ -329,7 +329,11 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     assert "<math" in formulas and not re.search(r'arithmatex">\s*\\|<script[^>]*"https?:', formulas)
     file = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
     assert "File 17 of 20 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
-    assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in found}
+    # the search finds the page of an option before code, and no list of a folder
+    assert boosts["policy_gradients.html"] > boosts["code/minivlmrl/losses/grpo.py.html"] == 1
+    assert "code/minivlmrl/data.html" not in boosts
 
 
 @pytest.mark.parametrize("page", PAGES)
