@@ -2,7 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
 
+import PIL.Image
 import torch
 from torch import Tensor
 
@@ -11,58 +15,74 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.rewards.text import find_answer
 
 Size = tuple[float, float]
-# arguments of reward functions that are no columns of the data; docs/rewards.md explains them
-REWARD_ARGUMENTS = {
-    "prompts",
-    "images",
-    "row_names",
-    "completions",
-    "completion_ids",
-    "answer_texts",
-    "turn_texts",
-    "image_sizes",
-    "answer_extents",
-    "reward_model_scores",
-    "row_rewards",
-    "environments",
-    "extras",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-}
+
+
+@dataclass
+class RewardArguments:
+    """The arguments of reward functions that are no columns of the data: lists with one value for each completion.
+
+    docs/rewards.md explains them. A reward function receives those that are not None.
+    """
+
+    completions: list[str]
+    prompts: list[list[dict]]
+    images: list[Sequence[PIL.Image.Image]]
+    row_names: list[str]
+    completion_ids: list[list[int]]
+    answer_texts: list[str | None]  # the answer in each completion
+    turn_texts: list[list[str]]  # the text of each assistant turn
+    image_sizes: list[Size | None]
+    answer_extents: list[Size | None]
+    environments: list[Any]
+    row_rewards: list[list[str] | None]  # the rewards that score the row; None for all
+    extras: list[dict]  # where log_extra writes
+    reward_model_scores: Sequence[float] | None = None
+    # Reward.__call__ sets these three, which are no lists
+    trainer_state: SimpleNamespace | None = None
+    log_metric: Callable[[str, float], None] | None = None
+    log_extra: Callable[[str, list], None] | None = None
+
+
+REWARD_ARGUMENTS = {field.name for field in fields(RewardArguments)}
 
 
 def reward_columns(
-    rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], processor: Processor
+    rows: Sequence[Row],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    processor: Processor,
+    reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
     """Collect the arguments of reward functions from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}, with None for columns that a row lacks. `completions` has the text of each completion,
-        `answer_texts` the answer in the text, and `turn_texts` a list of the texts of all turns.
+        {name: n = B * G values}: the columns of the rows, with None for columns that a row lacks, and the arguments of
+        RewardArguments. A column with the name of such an argument is not passed.
     """
     flat, row_of_each, extents = [], [], []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         flat += group
         row_of_each += [row] * len(group)
         extents += [image_extents(row, prompt, processor)] * len(group)
-    # A column of the data that has the name of another argument is not passed.
-    names = set().union(*(row.columns for row in rows)) - REWARD_ARGUMENTS | {"row_rewards"}
-    columns = {name: [row.columns.get(name) for row in row_of_each] for name in sorted(names)}
     texts = [processor.decode_assistant_turn(completion) for completion in flat]
-    return columns | {
-        "prompts": [row.messages for row in row_of_each],
-        "images": [row.images for row in row_of_each],
-        "row_names": [row.where or f"row {row.index}" for row in row_of_each],
-        "completion_ids": [completion.ids.tolist() for completion in flat],
-        "completions": texts,
-        "answer_texts": [find_answer(text, processor.answer_format) for text in texts],
-        "turn_texts": [[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],
-        "environments": [completion.environment for completion in flat],
-        "extras": [completion.extra for completion in flat],
-        "image_sizes": [size for size, _ in extents],
-        "answer_extents": [extent for _, extent in extents],
-    }
+    arguments = RewardArguments(
+        completions=texts,
+        prompts=[row.messages for row in row_of_each],
+        images=[row.images for row in row_of_each],
+        row_names=[row.where or f"row {row.index}" for row in row_of_each],
+        completion_ids=[completion.ids.tolist() for completion in flat],
+        answer_texts=[find_answer(text, processor.answer_format) for text in texts],
+        turn_texts=[[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],
+        image_sizes=[size for size, _ in extents],
+        answer_extents=[extent for _, extent in extents],
+        environments=[completion.environment for completion in flat],
+        row_rewards=[row.columns.get("row_rewards") for row in row_of_each],
+        extras=[completion.extra for completion in flat],
+        reward_model_scores=reward_model_scores,
+    )
+    names = sorted(set().union(*(row.columns for row in rows)) - REWARD_ARGUMENTS)
+    columns = {name: [row.columns.get(name) for row in row_of_each] for name in names}
+    return columns | {name: value for name, value in vars(arguments).items() if value is not None}
 
 
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:

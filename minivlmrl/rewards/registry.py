@@ -124,17 +124,19 @@ class Reward:
         Raises:
             RewardFailed: the function failed. The message names the row.
         """
-        log = self.log or RewardLog()
-        callbacks = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
-        for name in [*callbacks, "log_extra"]:
-            if name in columns:  # given by another reward function that calls this reward
-                callbacks[name] = columns.pop(name)
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
+        log = self.log or RewardLog()
+        extras = list(compress(columns.pop("extras", [{} for _ in completions]), is_scored))
+        callbacks = {
+            "trainer_state": log.trainer_state,
+            "log_metric": log.log_metric,
+            "log_extra": partial(log_extra, self.name, extras),
+        }
+        for name in callbacks.keys() & columns.keys():  # given by another reward function that calls this reward
+            callbacks[name] = columns.pop(name)
         columns["completions"] = [Text(text) for text in completions]
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
-        extras = columns.pop("extras", [{} for _ in columns["completions"]])
-        callbacks.setdefault("log_extra", partial(log_extra, self.name, extras))
         if columns.get("prompts"):
             columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
         score = partial(self._score, columns, callbacks)

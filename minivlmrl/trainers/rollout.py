@@ -158,10 +158,8 @@ class RolloutTrainer(Trainer):
     def reward_columns(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> dict[str, list]:
-        columns = reward_columns(rows, prompts, completions, self.processor)
-        if self.reward_model is not None:
-            columns["reward_model_scores"] = self.reward_model(prompts, completions)
-        return columns
+        scores = None if self.reward_model is None else self.reward_model(prompts, completions)
+        return reward_columns(rows, prompts, completions, self.processor, scores)
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
         """Compute metrics of the rewards and completions of all ranks."""

@@ -35,7 +35,7 @@ from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import ONE
-from tests.helpers.talk import assistant, user
+from tests.helpers.talk import IMAGE_PART, assistant, user
 from tests.model.test_checkpoint import edit_json
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
@@ -57,15 +57,16 @@ def test_built_in_rewards_are_tried_on_a_row():
     config = RunConfig(rewards={"iou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
     picture = PIL.Image.new("RGB", (8, 8))
-    box, wrong = (Row(text.messages, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
-    try_rewards(config, {"grpo": "prompts"}, {"grpo": [box], "eval": [box]})
-    try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
+    shown = [user([IMAGE_PART])]
+    box, wrong = (Row(shown, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [box], "eval": [box]}, PROCESSOR)
+    try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]}, PROCESSOR)  # held-out pairs need no solution
     with pytest.raises(ValueError, match=r"reward iou, .*solution 'a' is not a box"):
-        try_rewards(config, {"grpo": "prompts"}, {"grpo": [wrong]})
+        try_rewards(config, {"grpo": "prompts"}, {"grpo": [wrong]}, PROCESSOR)
     row = Row(text.messages, [], {"problem": "?"}, where="rows.jsonl:1")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: reward accuracy, .* argument: 'solution'"):
-        try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})
-    try_rewards(RunConfig(), {}, {"eval": [row]})  # only rewards of training need their columns
+        try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]}, PROCESSOR)
+    try_rewards(RunConfig(), {}, {"eval": [row]}, PROCESSOR)  # only rewards of training need their columns
 
 
 def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatch):

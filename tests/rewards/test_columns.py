@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from minivlmrl.data.rows import Completion, Row
-from minivlmrl.rewards.columns import call_rewards, reward_columns
+from minivlmrl.rewards.columns import REWARD_ARGUMENTS, call_rewards, reward_columns
+from minivlmrl.rewards.registry import Reward
 
 
 def test_values_of_a_row_are_repeated_for_each_completion():
@@ -20,6 +21,26 @@ def test_values_of_a_row_are_repeated_for_each_completion():
     assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
     assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
     assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]
+
+
+def test_a_reward_receives_every_argument_and_no_column_of_the_same_name():
+    """The columns of a row that have the name of an argument are hidden, except row_rewards, which a run writes."""
+    row = Row([{"role": "user", "content": "?"}], [], dict.fromkeys(REWARD_ARGUMENTS, "other") | {"n": 1})
+    row.columns["row_rewards"] = ["own", "another"]
+    completion = Completion(torch.tensor([7]), environment="e")
+    processor = SimpleNamespace(decode_assistant_turn=lambda completion: "a", answer_format="whole")
+    received = {}
+
+    def own(**arguments):
+        received.update(arguments)
+        return [1.0]
+
+    columns = reward_columns([row], [None], [[completion]], processor, reward_model_scores=[0.5])
+    assert Reward("own", own)(**columns) == [1.0]
+    assert received.keys() == REWARD_ARGUMENTS - {"row_rewards", "extras"} | {"n"}
+    assert not any(value == ["other"] for value in received.values())
+    assert received["reward_model_scores"] == [0.5] and received["environments"] == ["e"] and received["n"] == [1]
+    assert torch.tensor(Reward("unnamed", own)(**columns)).isnan().all()
 
 
 def test_rewards_are_a_tensor_with_nan_where_a_reward_gives_none():

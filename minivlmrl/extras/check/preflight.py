@@ -14,7 +14,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Completion, Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import USER_FILES, error_context
@@ -24,7 +24,7 @@ from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import trainable_summary
-from minivlmrl.rewards.columns import call_rewards
+from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.trainers.base import Trainer
@@ -52,7 +52,7 @@ class Preflight(Callback):
                 if world.is_main:
                     print(f"no trial call of the rewards, because a file cannot be imported twice: {error!r:.200}")
             else:
-                try_rewards(config, needs, datasets)
+                try_rewards(config, needs, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
 
     def on_model(
@@ -97,13 +97,14 @@ def loaded_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if getattr(module, "__file__", None) in files}
 
 
-def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
+def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset], processor: Processor):
     """Call each reward function with a made-up completion, to find errors in the function before training.
 
     Args:
         needs: {stage: kind of rows that it needs, a key in run.datasets.NEEDS}.
         datasets: {stage, or "eval" for held-out rows: dataset, whose first row is used}.
     """
+    ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
@@ -114,24 +115,10 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         else:
             continue
         skips = stage != "eval" and config.data.skip_unreadable
-        row, _, _ = next_readable(rows, 0, lambda row: list(row.images), skips)
-        size = row.images[0].size if row.images else None
-        columns = {
-            **no_columns,
-            **row.columns,
-            "prompts": row.messages,
-            "images": row.images,
-            "environments": begin_environment(config.sampling.environment, row),
-            "row_names": row.where or f"row {row.index}",
-            "reward_model_scores": 0.0,
-            "image_sizes": size,
-            "answer_extents": size,
-            "completion_ids": [0, 1, 2],
-            "answer_texts": "invented",
-            "turn_texts": [],
-            "completions": "<answer>invented</answer>",
-        }
-        call_rewards(rewards, {name: [value] for name, value in columns.items()})
+        row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
+        row.columns = no_columns | row.columns
+        completion = Completion(ids, environment=begin_environment(config.sampling.environment, row))
+        call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
