@@ -10,8 +10,8 @@ adds a sentence to this question, which asks for an answer in the form <think>..
 several answers to a question, and makes those with more reward more likely. DPO makes a chosen
 answer more likely than a rejected one.
 
-On a GPU, Qwen2.5-VL-3B needs 72 GB for GRPO and 79 GB for DPO, and the 7B model needs 153 GB for
-GRPO, as benchmarks/minimal_memory.py counts them.
+On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, as
+benchmarks/minimal_memory.py counts them, and Qwen2.5-VL-7B needs 153 GB for GRPO.
 
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
 and returns B. Each page of docs/papers/ shows the lines that another method changes, such as DAPO,

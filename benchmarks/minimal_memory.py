@@ -6,6 +6,7 @@ A step has two rows: in the second row of the second step, weights, gradients an
 Each row has an image of 616 x 616 pixels, 60 tokens of text and answers of 256 tokens, 8 for GRPO. Counted on
 2026-11-29, in GB (10^9 bytes), without the few GB of CUDA itself and of fragmentation:
 
+    Qwen2.5-VL-3B sft     70.0
     Qwen2.5-VL-3B grpo    72.2
     Qwen2.5-VL-3B dpo     78.8
     Qwen2.5-VL-7B grpo   153.2

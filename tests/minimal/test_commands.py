@@ -225,4 +225,4 @@ def test_the_help_states_the_memory_that_was_counted():
     counted = re.findall(r"Qwen2.5-VL-(\d)B (\w+) +([\d.]+)", (ROOT / "benchmarks" / "minimal_memory.py").read_text())
     for size, stage, gigabytes in counted:
         assert re.search(rf"{size}B .*?{round(float(gigabytes))} GB for\s{stage.upper()}", minimal.__doc__)
-    assert len(counted) == 3
+    assert len(counted) == 4
