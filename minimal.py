@@ -457,7 +457,8 @@ def log_probabilities(model, prompt, completions) -> Tensor:
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-    positions = prompt.positions.max() + 1 + torch.arange(T, device=completions.device)
+    begin = prompt.positions.max() + 1  # the position of the first token of a completion
+    positions = begin + torch.arange(T, device=completions.device)
     after, _ = model(completions, positions.expand(3, T), cache)
     # The last token of the prompt predicts the first token of a completion.
     last = states[:, -1:].expand(G, -1, -1)
@@ -469,9 +470,11 @@ def log_probabilities(model, prompt, completions) -> Tensor:
 
 def decode(model, completions, mask) -> list[str]:
     """Return the texts of completions, without their end-of-sequence tokens."""
-    ids = [row[kept].tolist() for row, kept in zip(completions, mask, strict=True)]
-    texts = model.tokenizer.decode_batch(ids, skip_special_tokens=False)
-    return [text.removesuffix("<|im_end|>").removesuffix("<|endoftext|>") for text in texts]
+    texts = []
+    for row, kept in zip(completions, mask, strict=True):
+        text = model.tokenizer.decode(row[kept].tolist(), skip_special_tokens=False)
+        texts.append(text.removesuffix("<|im_end|>").removesuffix("<|endoftext|>"))
+    return texts
 
 
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
@@ -1170,12 +1173,18 @@ def train_tiny(model, options):
     The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
     held_out = [draw_row() for _ in range(128)]
-    sft_options = argparse.Namespace(max_steps=40, prompts_per_step=32, warmup_steps=10)
-    sft_options.learning_rate = 3e-3
-    sft_options.beta = 0.0  # without a reference
-    train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, sft_options)
+    demonstrations = [draw_row(wrong=0.5) for _ in range(96)]
+    sft_options = argparse.Namespace(
+        max_steps=40,
+        prompts_per_step=32,
+        learning_rate=3e-3,
+        warmup_steps=10,
+        beta=0.0,  # without a reference
+    )
+    train(model, demonstrations, sft, sft_options)
     print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
-    train(model, [draw_row() for _ in range(2560)], options.stage, options)
+    rows = [draw_row() for _ in range(2560)]
+    train(model, rows, options.stage, options)
     print(f"accuracy after {options.stage.__name__} {accuracy(model, held_out):.3f}")
 
 
@@ -1208,8 +1217,13 @@ def read_options() -> argparse.Namespace:
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
     if not options.folder:
-        parser.set_defaults(max_steps=160, warmup_steps=5, beta=0.02, max_new_tokens=20)
-        parser.set_defaults(learning_rate=3e-4)  # large, as the weights are nearly random
+        parser.set_defaults(
+            max_steps=160,
+            learning_rate=3e-4,  # the model is tiny, and its weights are nearly random
+            warmup_steps=5,
+            beta=0.02,
+            max_new_tokens=20,
+        )
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
     return parser.parse_args()  # with the defaults of this run
