@@ -1,6 +1,6 @@
 """Hooks for mkdocs: README is the start page, each notebook and each file of code gets a page, and the menu is built.
 
-The menu comes from docs/README.md, and the reading list from README.md.
+The menu comes from docs/README.md, and the list of code files from docs/reading_list.md.
 Formulas become MathML, which browsers show without a script and without a network.
 """
 
@@ -117,8 +117,9 @@ def test_of(path: str) -> str:
 
 
 def reading_list() -> dict[str, str]:
-    """Return README's reading list as {path: description}, such as "image file -> ..."."""
-    table = re.findall(r"^\| \[[\w/]+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
+    """Return docs/reading_list.md as {path: description}, such as "image file -> ..."."""
+    text = (ROOT / "docs" / "reading_list.md").read_text()
+    table = re.findall(r"^\| \[[\w/]+\.py\]\(\.\./(\S+)\) \| (.+?) \|", text, re.MULTILINE)
     return dict(table)
 
 
@@ -132,7 +133,7 @@ def on_config(config):
         for title, text in sections
     ]
     files = {path.removeprefix("minivlmrl/"): site_path(path) for path in reading_list()}
-    config.nav += [{"The reading list": [{name: path} for name, path in files.items()]}]
+    config.nav += [{"Code": [{name: path} for name, path in files.items()]}]
     return config
 
 

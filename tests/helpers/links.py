@@ -58,7 +58,7 @@ def rows_of(text: str, title: str) -> list[list[str]]:
 
 
 def reading_list() -> dict[Path, str]:
-    """Return the reading list of README as {file: function or class with which a reader begins}."""
-    section = (ROOT / "README.md").read_text().partition("## The reading list")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| \[[\w./]+\]\(([\w./]+)\).*\| `([\w.]+)` \|$", section, re.MULTILINE)
+    """Return docs/reading_list.md as {file: function or class with which a reader begins}."""
+    text = (ROOT / "docs" / "reading_list.md").read_text()
+    rows = re.findall(r"^\| \[[\w./]+\]\(\.\./([\w./]+)\).*\| `([\w.]+)` \|$", text, re.MULTILINE)
     return {ROOT / file: name for file, name in rows}

@@ -110,7 +110,7 @@ def test_the_reading_list_names_what_its_files_define():
     assert len(found) == 20
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
     lines = sum(len(path.read_text().splitlines()) for path in [*found][:-3])
-    assert f"these {len(found) - 3} files, about {round(lines, -2):,} lines in total" in " ".join(README.split())
+    assert f"these {len(found) - 3} files, about {round(lines, -2):,} lines in total" in " ".join(PAGES["docs/reading_list.md"].split())
 
 
 def test_the_band_of_the_default_run():

@@ -28,7 +28,7 @@ def functions_that_run():
 
 
 def begin_with():
-    """Return the reading list of README as {file such as "losses/grpo": name with which a reader begins}."""
+    """Return the reading list as {file such as "losses/grpo": name with which a reader begins}."""
     package = ROOT / "minivlmrl"
     return {path.relative_to(package).with_suffix("").as_posix(): name for path, name in reading_list().items()}
 
