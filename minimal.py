@@ -10,8 +10,8 @@ adds a sentence to this question, which asks for an answer in the form <think>..
 several answers to a question, and makes those with more reward more likely. DPO makes a chosen
 answer more likely than a rejected one.
 
-On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, as
-benchmarks/minimal_memory.py counts them, and Qwen2.5-VL-7B needs 153 GB for GRPO.
+On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, and Qwen2.5-VL-7B
+needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
 
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
 and returns B. Each page of docs/papers/ shows the lines that another method changes, such as DAPO,
@@ -1200,7 +1200,7 @@ def read_options() -> argparse.Namespace:
     add("--sft", action="store_const", dest="stage", const=sft, default=grpo)
     add("--dpo", action="store_const", dest="stage", const=dpo)
     add("--max_steps", "--steps", type=int, default=300, help="optimizer steps")
-    add("--prompts_per_step", "--rows_per_step", type=int, default=16)
+    add("--prompts_per_step", "--rows_per_step", type=int, default=16, help="rows of a step")
     add("--learning_rate", type=float, default=1e-6)
     add("--warmup_steps", type=int, default=10, help="steps of rising learning rate")
     add("--num_generations", "--group", type=int, default=8, help="completions of a prompt, G")

@@ -6,10 +6,9 @@ A step has two rows: in the second row of the second step, weights, gradients an
 Each row has an image of 616 x 616 pixels, 60 tokens of text and answers of 256 tokens, 8 for GRPO. Counted on
 2026-11-29, in GB (10^9 bytes), without the few GB of CUDA itself and of fragmentation:
 
-    Qwen2.5-VL-3B sft     70.0
-                     grpo     sft     dpo
-    Qwen2.5-VL-3B    72.2    70.0    78.8
-    Qwen2.5-VL-7B   153.2   149.4   167.6
+                      sft    grpo     dpo
+    Qwen2.5-VL-3B    70.0    72.2    78.8
+    Qwen2.5-VL-7B   149.4   153.2   167.6
 """
 
 import argparse
