@@ -194,6 +194,26 @@ def test_grpo_is_equal(both, far, beta):
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
 
+@pytest.mark.parametrize("num_tokens", [None, 40])
+def test_sft_is_equal(both, num_tokens):
+    """The longest completion has 7 tokens, so the others are padded."""
+    ours, package, mask = logps_of(both, "an image", sampled())
+    expected = sft_loss(package, mask.double()) * mask.sum() / (num_tokens or mask.sum())
+    check_gradients(both, minimal.sft_loss(ours, mask, num_tokens=num_tokens), expected)
+
+
+def test_the_printed_loss_of_sft_is_the_mean_over_the_tokens_of_a_step(both):
+    rows = [row_of(*ROWS["an image"]) | {"completion": text} for text in ("red", "a long answer, with many tokens")]
+    with torch.no_grad():
+        losses, metrics = zip(*minimal.sft(both.ours, None, rows, None), strict=True)
+        answers = [minimal.tokenize_answers(both.ours, [row["completion"]])[0] for row in rows]
+        prompt = minimal.make_prompt(both.ours, rows[0])
+        logps = [minimal.log_probabilities(both.ours, prompt, answer).flatten() for answer in answers]
+    assert len(logps[0]) != len(logps[1])
+    for value in (sum(losses), sum(metrics) / 2):
+        assert value.item() == pytest.approx(-torch.cat(logps).mean().item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("text", [
     "<think>I see red</think><answer>red square</answer>", "<think>a</think>\n <answer> Red Square\n</answer>\n",
     "<think>a</think><answer>red circle</answer>", "<think></think><answer>red square</answer>",
