@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
                 bar.print(f"{file}:{number}: left out ({error or type(error).__name__})")
                 continue
             out.write(row + b"\n")
-    print(f"{written}: {num_lost} rows are left out")
+    print(f"{written}: rows left out: {num_lost}")
     return int(num_lost > 0)
 
 

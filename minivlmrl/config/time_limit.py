@@ -28,7 +28,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_):
-        raise Overtime(f"the call took more than {min(seconds, longest):g} seconds")
+        limit = min(seconds, longest)
+        raise Overtime(f"the call took more than {limit:g} second{'' if limit == 1 else 's'}")
 
     former = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, min(seconds, longest), REPEATED)

@@ -28,7 +28,7 @@ from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video
-from minivlmrl.errors import error_context
+from minivlmrl.errors import counted, error_context
 from minivlmrl.files import digest
 
 CONTROL = re.compile(r"<\|\w{1,40}\|>")  # a control token, such as <|im_end|>
@@ -181,7 +181,7 @@ class FileDataset(Sequence[Row]):
             missing += missing_files
         if missing:
             raise ValueError(
-                f"{path}: {len(missing)} image or video file(s) of the rows are missing in "
+                f"{path}: {counted(len(missing), 'missing image or video file')} in "
                 f"{file.folder.resolve()}, for example {', '.join(missing[:5])}. Correct the paths, or "
                 "set data.image_root to the folder that they start from. A video is a file or a list of its frames, "
                 "not a folder."

@@ -34,7 +34,7 @@ from minivlmrl.data.chat_template import (
 from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
-from minivlmrl.errors import did_you_mean, error_context
+from minivlmrl.errors import counted, did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
 # files that can contain a chat template, in the order of transformers
@@ -185,9 +185,9 @@ class ChatTemplate:
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
-                f"the template renders the first {len(messages)} messages differently if more messages follow, so the "
-                "answer cannot be located; use a template that only appends text for further messages, or remove the "
-                "thoughts from the answer if the prompt has none",
+                f"the template renders the first {counted(len(messages), 'message')} differently if more messages "
+                "follow, so the answer cannot be located; use a template that only appends text for further "
+                "messages, or remove the thoughts from the answer if the prompt has none",
                 RewrittenTurnsError,
             )
         return len(beginning)

@@ -29,7 +29,7 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
-from minivlmrl.errors import error_context
+from minivlmrl.errors import counted, error_context
 from minivlmrl.json_files import check_downloaded
 
 # keys of an image or video part that may name a file, such as "image_url" or "path"
@@ -96,7 +96,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         A name for error messages, and the path; bytes and data URIs have a byte stream instead of a path.
     """
     if isinstance(source, bytes | bytearray):
-        return f"{len(source)} bytes", io.BytesIO(source)
+        return counted(len(source), "byte"), io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):

@@ -8,6 +8,8 @@ have "tool_calls" instead of content. The word "turn" also means a message.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from minivlmrl.errors import counted
+
 MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video replaces
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
@@ -142,15 +144,16 @@ def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[d
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has one placeholder for each image and for each video."""
-    for kind in KINDS:
-        placeholders = kinds.count(kind)
-        num_media = media.get(kind, 0)
-        if placeholders != num_media:
-            raise ValueError(
-                f"the prompt has {placeholders} {kind} placeholder(s), but {num_media} {kind}(s) "
-                f"were given; the prompt must have one placeholder for each {kind}"
-            )
+    """Raise ValueError unless a prompt has one place for each image and for each video."""
+    places = [kinds.count(kind) for kind in KINDS]
+    numbers = [media.get(kind, 0) for kind in KINDS]
+    if places != numbers:
+        images, videos = (counted(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
+        raise ValueError(
+            f"the prompt has {counted(places[0], 'place')} for an image and {counted(places[1], 'place')} for a video"
+            f", but {images} and {videos} were given. A place is a part {{type: image}} without a file or, in a prompt "
+            "without parts, a tag <image> or <video>. Add what is missing, or reword a tag that is only text"
+        )
 
 
 def check_ends(turns: list[dict]):

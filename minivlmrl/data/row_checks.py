@@ -38,7 +38,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.errors import check_field, counted, did_you_mean, error_context
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # {role: the keys of its turns}
@@ -324,7 +324,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
                 continue
             target = f"{kind}s" if isinstance(columns[name], list) else kind
             article = "an" if kind == "image" else "a"
-            shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
+            shown = counted(len(item), "byte") if isinstance(item, bytes) else f"{item!r:.60}"
             raise ValueError(
                 f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
                 f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "

@@ -81,7 +81,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
         frames = video.read(counter.image_processor).frames
-        words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
+        words.append(f"a video of {counted(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
     return RowSize(
         text_tokens=prompt_tokens - image_tokens,
         image_tokens=image_tokens,
@@ -243,7 +243,7 @@ def count_media(rows: Dataset) -> str:
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
-            return f"{len(rows)} selected out of {num_rows} in {len(rows.files)} file(s)"
+            return f"{len(rows)} selected out of {num_rows} in {counted(len(rows.files), 'file')}"
         counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
     else:  # the rows of data.task are all similar
         counts = Counter({(len(rows[0].images), 0): len(rows)})

@@ -15,8 +15,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
             raise ValueError(
-                f"local rank {local_rank} has no GPU, because only {num_gpus} are visible; start at most {num_gpus} "
-                "processes (--nproc_per_node), or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
+                f"local rank {local_rank} has no GPU, because the number of visible GPUs is {num_gpus}. Start at most "
+                "as many processes (--nproc_per_node), or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
             )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and not hides_gpus():

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.errors import counted
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import lowered_metrics, noise
@@ -252,6 +253,6 @@ class WarningRules:
             return
         yield (
             "untouched",
-            f"{len(names)} trainable parameters, for example {names[0]}, have never had a gradient. Add them to "
+            f"{counted(len(names), 'trainable parameter')} never had a gradient, for example {names[0]}. Add them to "
             "model.freeze; parameters of the vision tower have no gradient if no row has an image.",
         )

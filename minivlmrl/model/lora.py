@@ -47,7 +47,7 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
         return
     layer_names = chain(*(target_layers(model, target) for target in options.target))
     for name in dict.fromkeys(layer_names):  # dict.fromkeys removes duplicates
-        add_lora(model, name, options.r, options.alpha / options.r)
+        add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
         quantize_base(model)
 
@@ -58,11 +58,12 @@ class LoRALinear(ReplacedLinear):
     As in PEFT, the adapter matrices A and B are float32 even if the base layer is bfloat16.
     """
 
-    def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
+    def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
         self.base = base  # quantize_base replaces the base by a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
+        self.dropout = dropout  # probability in training, which adapter_config.json names
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
@@ -223,9 +224,9 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters to the same layers as in the model `other`, with the same r, scaling and quantisation."""
+    """Add adapters to the same layers as in the model `other`, with the same r, scaling, dropout and quantisation."""
     for name, layer in adapters(other).items():
-        add_lora(model, name, layer.r, layer.scaling)
+        add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     for name in packed_layers(other):
         quantize_layer(model, name)
 
@@ -302,11 +303,11 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     return target_names
 
 
-def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
+def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
     """Replace a linear layer by a LoRALinear whose A and B are zero, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)
-    adapted = LoRALinear(base, r, scaling)
+    adapted = LoRALinear(base, r, scaling, dropout)
     model.set_submodule(name, adapted)
     return adapted

@@ -231,7 +231,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
         "target_modules": sorted(layers),
         "r": r,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": max(layer.dropout for layer in layers.values()),
         "bias": "none",
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != r},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},

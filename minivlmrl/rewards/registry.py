@@ -20,6 +20,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import counted
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
@@ -163,8 +164,8 @@ class Reward:
         except Overtime as error:
             prefix = rows[0] and f"{rows[0]}: "
             raise RewardFailed(
-                f"{prefix}reward {self.name}, for {len(texts)} completions from this row on: {error}; make it faster, "
-                "or increase max_reward_seconds"
+                f"{prefix}reward {self.name}, for {counted(len(texts), 'completion')} from this row on: {error}; "
+                "make it faster, or increase max_reward_seconds"
             ) from error
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
@@ -178,7 +179,7 @@ class Reward:
                 self.function(**one | callbacks)
             except Exception:
                 return f"{row and f'{row}: '}reward {self.name}, for the completion {text!r:.80}"
-        return f"reward {self.name}, for {len(rows)} completions together"
+        return f"reward {self.name}, for {counted(len(rows), 'completion')} together"
 
 
 def get_reward(name: str) -> Reward:

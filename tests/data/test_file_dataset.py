@@ -133,7 +133,9 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"prompt": [{"role": "alien", "content": "hi"}]},
      "column 'prompt': there must be at least one turn, and the roles must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
-    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s), but 0 vid"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 0 places for an image and 1 place"),
+    ({"problem": "Is <video> a film?", "image": "red.png"},
+     "column 'problem': the prompt has 0 places for an image and 1 place for a video, but 1 image and 0 videos were"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the column"),
     ({"problem": "a", "prompt": "a"}, "the row has both columns 'problem' and 'prompt', but only one of them is"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
@@ -144,7 +146,7 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
      "the columns 'chosen' and 'rejected' are equal; remove the row"),
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
-     "column 'prompt': the prompt has 1 image placeholder(s), but 2 image(s) were given; the prompt"),
+     "column 'prompt': the prompt has 1 place for an image and 0 places for a video, but 2 images and 0"),
     ({"problem": "a", "images": ["red.png", None]}, "column 'images': each image must be a path or data URI, but"),
     ({"problem": "a", "video": [3]}, "column 'video': each video must be a path or data URI, or a list with a path"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
@@ -164,7 +166,7 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"problem": "a", "chosen": [YES, {"content": "hi"}, YES]},
      "column 'chosen': message 1 must have a role, and content that is a text or a list"),
     ({"problem": "a", "completion": [YES, user([IMAGE_PART]), YES]},
-     "column 'completion': the prompt has 1 image placeholder(s), but 0 image(s) were given"),
+     "column 'completion': the prompt has 1 place for an image and 0 places for a video, but 0 images"),
     # keys and values of messages that no code would read
     *(({"prompt": [turn]}, f".*{message}") for turn, message in [
         (HI | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),

@@ -46,7 +46,7 @@ def test_only_some_of_many_rows_are_measured(rows):
     task = f"1000 with 1 image; prompts of {length} tokens (16 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
     assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith(
-        "2 selected out of 3 in 1 file(s); prompts of"
+        "2 selected out of 3 in 1 file; prompts of"
     )
 
 

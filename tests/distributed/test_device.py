@@ -41,7 +41,7 @@ def gpus(monkeypatch):
 def test_each_rank_has_its_own_gpu(gpus):
     gpus(2)
     assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, because only 2 are visible; start at most 2"):
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, because the number of visible GPUs is 2"):
         find_device(2)
 
 

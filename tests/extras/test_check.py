@@ -144,7 +144,7 @@ def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
     write_lines(tmp_path / "rows.jsonl", lines)
     [said] = check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl"))
     where = f"{tmp_path}/rows.jsonl"
-    assert said.startswith("1 rows have the prompt and the images of an earlier row, but another solution: ")
+    assert said.startswith("1 row with the prompt and the images of an earlier row, but another solution: ")
     assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in said
     assert not list(check_rows.check_twice(shapes.Shapes(4, "own")))
 

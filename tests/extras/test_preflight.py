@@ -244,6 +244,15 @@ def test_a_reward_for_tags_without_tags_is_reported():
     assert notes("--data.answer_format=whole", "--rewards={accuracy: 1.0}") == []
 
 
+def test_a_warmup_longer_than_the_stage_is_reported():
+    [line] = notes("--sft.max_steps=5", "--sft.warmup_steps=6")
+    assert line == (
+        "sft.warmup_steps is 6, but sft.max_steps is 5, so the stage ends before the learning rate reaches "
+        "0.003; lower warmup_steps"
+    )
+    assert notes("--sft.max_steps=6", "--sft.warmup_steps=6") == []
+
+
 def test_updates_that_bfloat16_rounds_away_are_reported():
     """No updates are lost with adamw_8bit, which carries the rounding error, or with adapters, which are float32."""
     weight = torch.tensor(0.00052, dtype=torch.bfloat16)

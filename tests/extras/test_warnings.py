@@ -203,7 +203,7 @@ def test_weights_without_a_gradient_are_reported():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
     rules = make_rules(model=model, state=set(model["model"].parameters()))
     steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
-    assert "2 trainable parameters, for example visual.weight, have never had a gradient" in steps[-1][0]
+    assert "2 trainable parameters never had a gradient, for example visual.weight" in steps[-1][0]
     model.requires_grad_(False)
     assert list(make_rules(model=model).unused_parameters()) == []
 

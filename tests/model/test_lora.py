@@ -1,6 +1,7 @@
 """Test LoRA: a layer and its gradients against PEFT, selected layers, and adapter copies."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from minivlmrl.model.lora import (
     quantize_base,
     surviving_share,
 )
+from minivlmrl.model.peft import gather_adapter
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -210,3 +212,10 @@ def test_the_share_of_an_update_that_survives_rounding():
         layer.lora_A.copy_(torch.tensor([[0.01, 0.0, 0.001, 0.001]]))
     assert surviving_share(nn.Sequential(layer)) == pytest.approx(1 / 3)
     assert "33% of the weights that the adapter updates still differ" in merge_note(nn.Sequential(layer))
+
+
+def test_adapter_config_names_the_dropout_of_the_training(tmp_path):
+    model = tiny.model()
+    inject_adapters(model, LoRAOptions(r=2, dropout=0.25))
+    gather_adapter(model)(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"] == 0.25

@@ -60,7 +60,7 @@ def test_rows_name_files_afterwards_and_nothing_is_asked_twice(tmp_path, capsys)
         (tmp_path / "rows.jsonl").write_text(text)
         for _ in range(2):
             assert download.main([str(tmp_path / "rows.jsonl")]) == 1
-            assert "rows.local.jsonl: 2 rows are left out" in capsys.readouterr().out
+            assert "rows.local.jsonl: rows left out: 2" in capsys.readouterr().out
     first, second, last = map(json.loads, (tmp_path / "rows.local.jsonl").read_text().strip("\n").split("\n"))
     assert last == rows[-1] and first["problem"] == rows[0]["problem"]
     for path in (first["image"], second["prompt"][0]["content"][0]["image_url"]["url"]):
@@ -87,7 +87,7 @@ def test_no_answer_ends_the_download(tmp_path, capsys, answer):
     with answering(lambda path: HOSTILE[answer]) as (url, _):
         write_lines(tmp_path / "rows.jsonl", [{"image": f"{url}/a.png"}, {"image": "there.png"}])
         status = download.main([str(tmp_path / "rows.jsonl")])
-    assert status == 1 and capsys.readouterr().out.endswith("rows.local.jsonl: 1 rows are left out\n")
+    assert status == 1 and capsys.readouterr().out.endswith("rows.local.jsonl: rows left out: 1\n")
     assert (tmp_path / "rows.local.jsonl").read_text() == '{"image": "there.png"}\n'
     assert not list((tmp_path / "rows.files").iterdir())
 

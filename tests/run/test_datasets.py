@@ -95,7 +95,7 @@ def test_only_rank_0_asks_the_file_system_for_images(write_rows):
     main, other = (rank["rows"] for rank in launch(2, file.parent, {"rows": []}, open_rows_on_rank))
     assert main[0] == {"isfile", "getsize", "open"} and other[0] == set()
     assert main[1] == other[1] == ["1", "3"]
-    assert main[2] == other[2] and "1 image or video file(s) of the rows are missing" in main[2]
+    assert main[2] == other[2] and "1 missing image or video file in" in main[2]
 
 
 REWARDS = """

@@ -65,9 +65,7 @@ def test_files_have_weights_image_roots_and_rewards(files):
         ValueError, match=r"b\.jsonl: unknown reward 'iou'; the rewards of the recipe are: accuracy, format"
     ):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
-    with pytest.raises(
-        ValueError, match=r"b\.jsonl: 2 image or video file\(s\) of the rows are missing in .* set data.image_root"
-    ):
+    with pytest.raises(ValueError, match=r"b\.jsonl: 2 missing image or video files in .* set data.image_root"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
 
 

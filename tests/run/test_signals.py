@@ -92,7 +92,7 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
         reward = replace(Reward("hang", hang), max_seconds=1800.0).on(stop.world)
         stop.can_stop = lambda: False
         with pytest.raises(
-            RewardFailed, match=r"reward hang, for 1 completions from this row on: the call took more than 0\.2 seconds"
+            RewardFailed, match=r"reward hang, for 1 completion from this row on: the call took more than 0\.2 seconds"
         ):
             reward(completions=["a"])
         stop.can_stop = lambda: True

@@ -13,7 +13,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import error_context
+from minivlmrl.errors import counted, error_context
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
@@ -142,8 +142,8 @@ def environment_reward(
             if isinstance(reward, list):
                 if len(texts) - len(reward) not in (0, 1):
                     raise ValueError(
-                        f"get_reward returned {len(reward)} numbers for {len(texts)} turns; return "
-                        "one number for each turn (the last turn may have none), or a single number"
+                        f"get_reward returned {counted(len(reward), 'number')} for {counted(len(texts), 'turn')}; "
+                        "return one number for each turn (the last turn may have none), or a single number"
                     )
                 reward = sum(reward)
         rewards.append(reward)

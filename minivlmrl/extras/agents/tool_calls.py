@@ -21,7 +21,7 @@ from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import check_field, counted, error_context
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
@@ -189,7 +189,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
         with suppress(ValueError):
             values = strict_json(f"[{inside}]")
     if len(values) > len(expected):
-        raise ValueError(f"{name} takes {len(expected)} argument(s), not {len(values)}")
+        raise ValueError(f"{name} takes {counted(len(expected), 'argument')}, not {len(values)}")
     return {field.name: value for field, value in zip(expected, values, strict=False)}
 
 

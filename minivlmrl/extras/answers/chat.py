@@ -24,6 +24,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
+from minivlmrl.errors import counted
 from minivlmrl.extras.answers.evaluate import find_recipe, read_section, trained_quantization
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
@@ -52,7 +53,7 @@ def main(arguments: list[str]):
     stream.end()
     if not completion.stopped:
         print(
-            f"(the answer was cut off after {len(completion.ids)} tokens; raise --sampling.max_new_tokens)",
+            f"(the answer was cut off after {counted(len(completion.ids), 'token')}; raise --sampling.max_new_tokens)",
             file=sys.stderr,
         )
     process_group.shutdown(world)

@@ -230,7 +230,13 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage}, the first is "
                 f"{first}, so they measure memorisation; remove them from data.eval_file"
             )
-        rate = getattr(config, stage).learning_rate
+        options = getattr(config, stage)
+        if options.warmup_steps > options.max_steps:
+            yield (
+                f"{stage}.warmup_steps is {options.warmup_steps}, but {stage}.max_steps is {options.max_steps}, so the "
+                f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
+            )
+        rate = options.learning_rate
         largest_weight = 4 * rate / torch.finfo(dtype).eps  # weights above this value never change
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (

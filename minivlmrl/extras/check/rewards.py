@@ -18,6 +18,7 @@ from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.rows import Completion, Dataset, Row
+from minivlmrl.errors import counted
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards, image_extents, reward_columns
@@ -303,9 +304,10 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             right, wrong = pair.score_answers([first, other])
             if (wrong < right).any():
                 yield (
-                    f"The solutions {first!r:.60} ({solution_counts[first]} rows) and {other!r:.60} "
-                    f"({solution_counts[other]} rows) seem to be two names of one label, but an answer with one name "
-                    "is wrong where the other one is the solution. Use one name for each label."
+                    f"The solutions {first!r:.60} ({counted(solution_counts[first], 'row')}) and {other!r:.60} "
+                    f"({counted(solution_counts[other], 'row')}) seem to be two names of one label, "
+                    "but an answer with one name is wrong where the other one is the solution. Use one name for "
+                    "each label."
                 )
                 return
 

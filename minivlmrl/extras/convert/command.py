@@ -112,9 +112,9 @@ def report_dropped(dropped: Counter, out: Path):
             file=sys.stderr,
         )
     for name, count in sorted(dropped.items())[:MAX_NAMES]:
-        print(f"dropped: {name:.80} ({count} times)", file=sys.stderr)
+        print(f"dropped: {name:.80} ({counted(count, 'time')})", file=sys.stderr)
     if len(dropped) > MAX_NAMES:
-        print(f"dropped: {len(dropped) - MAX_NAMES} more columns and keys", file=sys.stderr)
+        print(f"dropped: other columns and keys: {len(dropped) - MAX_NAMES}", file=sys.stderr)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
 from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
 from minivlmrl.data.row_files import map_nested
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import check_field, counted, error_context
 from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has another layout
@@ -369,8 +369,8 @@ def fill_objects(row: Columns):
         check_field(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
         if len(values) != text.count(tag):
             raise ValueError(
-                f"column 'objects' has {len(values)} items in {name!r}, but the texts contain {tag} {text.count(tag)} "
-                "time(s); the two numbers must be equal"
+                f"column 'objects' has {counted(len(values), 'item')} in {name!r}, but the texts contain {tag} "
+                f"{counted(text.count(tag), 'time')}; the two numbers must be equal"
             )
         items[tag] = iter(value if isinstance(value, str) else json.dumps(value) for value in values)
     replace_texts(row, "|".join(TAGS), lambda tag: next(items[tag[0]]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from minivlmrl.config.types import Plain
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.row_files import NO_JSON_TYPES, ROW_DECODER, map_nested, open_rows
-from minivlmrl.errors import error_context, optional_dependency
+from minivlmrl.errors import counted, error_context, optional_dependency
 from minivlmrl.json_files import parse_json, read_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -139,8 +139,8 @@ def _check_names(where: str, names: list[str], separator: str, word: str):
 def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
     if len(cells) != len(names):
         raise ValueError(
-            f"the row has {len(cells)} cells, but the first line of the file has {len(names)} column names; put cells "
-            "that contain a comma, a tab or a line break in double quotes"
+            f"the row has {counted(len(cells), 'cell')}, but the first line of the file has {len(names)} column names; "
+            "put cells that contain a comma, a tab or a line break in double quotes"
         )
     columns = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
     for number, (name, cell) in enumerate(zip(names, cells, strict=True)):

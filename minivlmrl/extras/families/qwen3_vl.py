@@ -22,7 +22,7 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import check_field, counted, error_context
 from minivlmrl.model.config import Depth, ModelConfig, Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
@@ -194,8 +194,8 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"A video of {nframes} frame(s) cannot be resized to a total area between {min_area} and {max_area} "
-                f"pixels. Use at least {depth} frames and a larger max_pixels."
+                f"A video of {counted(nframes, 'frame')} cannot be resized to a total area between {min_area} and "
+                f"{max_area} pixels. Use at least {depth} frames and a larger max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minivlmrl.errors import counted
+
 Place = tuple[int, int]  # row and index of a token
 
 
@@ -20,7 +22,7 @@ class Faults:
         self.places.setdefault(says, []).append(where)
 
     def sentences(self) -> list[str]:
-        return [f"{says} ({len(where)} times; first: {where[0]})" for says, where in self.places.items()]
+        return [f"{says} ({counted(len(where), 'time')}; first: {where[0]})" for says, where in self.places.items()]
 
 
 def depends(

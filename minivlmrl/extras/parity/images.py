@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from minivlmrl.errors import counted
+
 
 def check_images(
     my_logps,
@@ -43,7 +45,8 @@ def check_images(
     N = len(image_grid_thw)
     if not len(starts) == N > 0:
         raise ValueError(
-            f"input_ids contain {len(starts)} images, but image_grid_thw has {N}; both must be equal and at least 1"
+            f"input_ids contain {counted(len(starts), 'image')}, but image_grid_thw has {N}; both must be "
+            "equal and at least 1"
         )
     signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
     rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]

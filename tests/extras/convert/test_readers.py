@@ -201,7 +201,7 @@ WRONG = [  # (row, part of the error message after the file and the line)
     ({"prompt": "b", "chosen": talk("2"), "rejected": talk("3")}, "the prompt 'b' is not a turn of the conversation"),
     # what a run would refuse
     ({"messages": [user("a"), assistant(" ")]}, "an answer is empty or blank; add its text"),
-    ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 image placeholder(s), but 2 image(s)"),
+    ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 place for an image and 0"),
     ({"problem": "a", "box_space": "inches"}, "column 'box_space' is 'inches', but it must be 'original', 'resized'"),
     # values whose form nobody expects
     ({"conversations": [3]}, "turn 0 is 3, but its 'from' or 'role' must be one of"),

@@ -77,7 +77,7 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch, or
     ({"image_token_id": 7}, "input_ids contain 0 images, but image_grid_thw has 1"),
     ({"image_token_id": 7, "image_grid_thw": torch.ones(0, 3), "pixel_values": torch.ones(0, 2)},
      "input_ids contain 0 images, but image_grid_thw has 0"),
-    ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}, "input_ids contain 1 images, but image_grid_thw has 2"),
+    ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}, "input_ids contain 1 image, but image_grid_thw has 2"),
 ])  # fmt: skip
 def test_check_images_refuses_other_inputs(changed, says):
     row = {"input_ids": torch.tensor([5, 9, 6]), "pixel_values": torch.ones(8, 2), "image_token_id": 9}
