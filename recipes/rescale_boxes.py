@@ -1,6 +1,9 @@
 """Convert the boxes in demonstrated answers from pixels of the image file to the coordinates that a model uses.
 
+The option --questions also converts the boxes in questions.
+
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
+    python recipes/rescale_boxes.py rows.jsonl thousandths --questions > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
 Each row must have one `image`, or a list `images` with one path, relative to the file. The columns with answers are
@@ -12,7 +15,7 @@ because rewards expect pixels.
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from minivlmrl.data.boxes import NUMBER, SPACES, Box
@@ -26,6 +29,7 @@ BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\
 # A point is recognized only after its key "point_2d", because [1, 2] in a text could be anything.
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 ANSWERS = ("completion", "chosen", "rejected", "messages")
+QUESTIONS = ("problem", "prompt")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
@@ -49,20 +53,22 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
     return POINT.sub(written, BOX.sub(written, text))
 
 
-def rescale_answer(answer, convert: Callable[[str], str]):
-    """Apply `convert` to a text, or to all texts of the assistant in a list of turns."""
-    if isinstance(answer, str):
-        return convert(answer)
-    if isinstance(answer, list):
-        return [rescale_answer(turn, convert) for turn in answer]
-    if not isinstance(answer, dict) or answer.get("role", "assistant") != "assistant":
-        return answer
+def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
+    """Apply `convert` to a text, or to all texts of the given roles in a list of turns."""
+    if isinstance(turns, str):
+        return convert(turns)
+    if isinstance(turns, list):
+        return [rescale_turns(turn, convert, roles) for turn in turns]
+    if not isinstance(turns, dict) or turns.get("role", "assistant") not in roles:
+        return turns
     names = ("content", "text")
-    return answer | {name: rescale_answer(answer[name], convert) for name in names if name in answer}
+    return turns | {name: rescale_turns(turns[name], convert, roles) for name in names if name in turns}
 
 
-def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
-    """Convert the boxes in the answers of a row. A row without images is not changed.
+def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False) -> dict:
+    """Convert the boxes in the answers of a row and, with `questions`, in its questions.
+
+    A row without images is not changed.
 
     Raises:
         ValueError: if the row has several images.
@@ -81,21 +87,27 @@ def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) ->
     def convert(text: str) -> str:
         return rescale(text, size, target, digits)
 
-    return row | {name: rescale_answer(row[name], convert) for name in ANSWERS if name in row}
+    columns = ANSWERS + QUESTIONS if questions else ANSWERS
+    roles = ("assistant", "user") if questions else ("assistant",)
+    return row | {name: rescale_turns(row[name], convert, roles) for name in columns if name in row}
 
 
 def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("space", choices=SPACES)
+    parser.add_argument("--questions", action="store_true", help="also convert boxes in questions")
     parser.add_argument("--min_pixels", type=int, default=3136)
     parser.add_argument("--max_pixels", type=int, default=12845056)
     options = parser.parse_args(arguments)
     bounds = options.min_pixels, options.max_pixels
-    lines = options.file.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = options.file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        parser.error(f"{options.file}: {error.strerror}")
     for number, line in enumerate(lines, start=1):
         try:
-            row = rescale_row(json.loads(line), options.file.parent, options.space, bounds)
+            row = rescale_row(json.loads(line), options.file.parent, options.space, bounds, options.questions)
         except ValueError as error:
             raise SystemExit(f"{options.file}:{number}: {error}") from error
         print(json.dumps(row, ensure_ascii=False))

@@ -187,14 +187,23 @@ def test_solutions_that_are_lists(reward, solution, said):
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
 
 
-def test_the_letter_of_a_choice_is_an_answer():
-    """A model answers with the letter that the prompt lists, but the reward compares the text of the choice."""
+@pytest.mark.parametrize("solutions", [("red", "green", "blue"), ("0", "1", "2"), (0, 1, 2)])
+def test_the_letter_of_a_choice_is_an_answer(solutions):
+    """A model answers with the letter that the prompt lists, but the reward compares the text or the index."""
     prompt = "What?\nA. red\nB. green\n(C) blue"
-    shown = zip(("red", "green", "blue"), "ABC", shapes.Shapes(3, "own"), strict=True)
+    shown = zip(solutions, "ABC", shapes.Shapes(3, "own"), strict=True)
     rows = [replace(row, messages=[user(prompt)], images=[], columns={"solution": text}) for text, _, row in shown]
     assert [check_rewards.answer_forms(row, PROCESSOR)[0] for row in rows] == ["A", "B", "C"]
-    said = "3 of 3 solutions that were checked are lists, objects, floats, boxes or choices"
+    said = "3 of 3 solutions that were checked are lists, objects, floats, boxes, or texts or indices of choices"
     assert any(sentence.startswith(said) for sentence in findings([get_reward("accuracy")], rows))
+
+
+def test_a_number_of_which_the_choices_have_the_text_is_no_index():
+    row = replace(shapes.Shapes(1, "own")[0], images=[], columns={"solution": "2"})
+    forms = {prompt: check_rewards.answer_forms(replace(row, messages=[user(prompt)]), PROCESSOR) for prompt in (
+        "How many?\nA. 2\nB. 3\nC. 4", "How many?\nA. few\nB. many", "How many?"
+    )}  # fmt: skip
+    assert [*forms.values()] == [["A", "2"], ["2"], ["2"]]
 
 
 @pytest.mark.parametrize("space", ["thousandths", "resized", "unit"])

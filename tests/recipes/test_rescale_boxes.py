@@ -45,3 +45,20 @@ def test_a_row_of_several_images_is_refused(write_rows):
     two = {"images": ["red.png", "blue.png"], "problem": "c", "completion": "[1, 2, 3, 4]"}
     with pytest.raises(SystemExit, match=r"rows\.jsonl:2: the row has 2 images, so it is unclear"):
         main([str(write_rows({"problem": "b"}, two)), "unit"])
+
+
+def test_boxes_in_questions_are_converted_if_the_option_asks(write_rows, tmp_path, capsys):
+    PIL.Image.new("RGB", (28, 28)).save(tmp_path / "box.png")
+    turns = [user("Who is at [7, 7, 14, 14]?"), assistant("[7, 7, 14, 14]")]
+    rows = [{"image": "box.png", "messages": turns}, {"image": "box.png", "problem": "[7, 7, 14, 14]?"}]
+    main([str(write_rows(*rows)), "unit", "--questions"])
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    box = "[0.25, 0.25, 0.5, 0.5]"
+    assert [turn["content"] for turn in first["messages"]] == [f"Who is at {box}?", box]
+    assert second["problem"] == f"{box}?"
+
+
+def test_a_missing_file_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["none.jsonl", "unit"])
+    assert "none.jsonl: No such file or directory" in capsys.readouterr().err

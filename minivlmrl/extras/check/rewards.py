@@ -245,7 +245,8 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check whether a reward compares answers with a text that no model would write, such as "['cat', 'kitten']".
 
-    A model would write an element of a list, the letter before a choice in the prompt, or a box in its own unit.
+    A model would write an element of a list, the letter before a choice in the prompt (also if the solution is the
+    number of the choice), or a box in its own unit.
     """
     forms = [answer_forms(row, trial.processor) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -260,8 +261,8 @@ def check_forms(trial: Trial) -> Iterator[str]:
         if faults and "solution" in reward.columns:
             solution, text, value = faults[0]
             yield (
-                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes or "
-                f"choices, which reward {reward.name} compares as text. For example, the answer "
+                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes, or "
+                f"texts or indices of choices, which reward {reward.name} compares as text. For example, the answer "
                 f"{text!r:.40} gets {value:.2f} for the solution {solution!r:.60}. Write one text as "
                 "the solution of each row, or use a reward that reads these solutions, such as "
                 "recipes/answers.py:choice for the letter of a choice."
@@ -417,8 +418,8 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     """Return the texts that may be right answers to a row; the last text is `str(solution)`.
 
     Examples: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. The
-    solution "horse" gives `B` and `horse` if the prompt lists "B. horse". A box in pixels of the file gives the box in
-    the unit of the model.
+    solution "horse" gives `B` and `horse` if the prompt lists "B. horse", and the index "1" gives `B` and `1`. A box in
+    pixels of the file gives the box in the unit of the model.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -432,9 +433,12 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
             forms = [*texts, ", ".join(texts), json.dumps(solution, ensure_ascii=False)]
     elif isinstance(solution, float) and solution.is_integer():
         forms = [str(int(solution))]
-    elif isinstance(solution, str):
+    elif isinstance(solution, str | int):
+        number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
-        forms = [letter for letter, text in choices if normalize(text) == normalize(solution)]
+        forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
+        if not forms and number.isdecimal() and int(number) < len(choices):  # an index from 0, as in AI2D
+            forms = [choices[int(number)][0]]
     return [*forms, str(solution)]
 
 

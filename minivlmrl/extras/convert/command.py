@@ -108,7 +108,8 @@ def report_dropped(dropped: Counter, out: Path):
     if dropped.pop(BOX_UNIT, 0):
         print(
             "the boxes of `objects` stay in pixels of the image file. If your model answers in another unit, such as "
-            f"the thousandths of Qwen3-VL, run `python recipes/rescale_boxes.py {out} thousandths`",
+            f"the thousandths of Qwen3-VL, run `python recipes/rescale_boxes.py {out} thousandths > rescaled.jsonl`. "
+            "Add --questions if questions also contain boxes",
             file=sys.stderr,
         )
     for name, count in sorted(dropped.items())[:MAX_NAMES]:

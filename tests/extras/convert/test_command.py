@@ -69,7 +69,7 @@ def test_the_unit_of_boxes_is_said(write_rows, capsys):
     new = path.with_name("rows_converted.jsonl")
     assert (
         f"in pixels of the image file. If your model answers in another unit, such as the thousandths of Qwen3-VL, run "
-        f"`python recipes/rescale_boxes.py {new} thousandths`" in capsys.readouterr().err
+        f"`python recipes/rescale_boxes.py {new} thousandths > rescaled.jsonl`" in capsys.readouterr().err
     )
 
 
@@ -83,7 +83,7 @@ def test_yaml_that_cannot_be_read_is_named(tmp_path, write_rows):
 
 def test_numbers_of_tags_and_items_must_be_equal(write_rows):
     path = write_rows({"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}})
-    said = r"rows\.jsonl:1: column 'objects' has 1 items in 'ref', but the texts contain <ref-object> 2 time\(s\)"
+    said = r"rows\.jsonl:1: column 'objects' has 1 item in 'ref', but the texts contain <ref-object> 2 times"
     with pytest.raises(ValueError, match=said):
         main([str(path)])
 
