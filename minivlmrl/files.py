@@ -88,6 +88,24 @@ def digest(parts: Iterable) -> str:
     return total.hexdigest()
 
 
+def file_to_write(path: str | Path) -> Path:
+    """Return the path of a file that a command will write with its option --out, and create the file's folder.
+
+    Raises:
+        ValueError: the path is a folder, or its folder cannot be created.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"--out is {file}, which is a folder; add the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out is {file}, but the folder {file.parent} cannot be created ({error.strerror}); choose another folder"
+        ) from error
+    return file
+
+
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.

@@ -14,6 +14,8 @@ import torch
 
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.extras.convert.command import main as convert
+from minivlmrl.extras.report import main as report
 from minivlmrl.files import flush_file, replacing, save_tensors
 from minivlmrl.json_files import read_json
 from tests.helpers import tiny
@@ -176,3 +178,17 @@ def test_the_umask_decides_who_reads_weights(tmp_path, umask):
             assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("command", [convert, report])
+def test_the_folder_of_a_new_file_is_created_or_the_mistake_is_named(tmp_path, command):
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 0, "loss": 1.0}\n')
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    given = str(tmp_path / "rows.jsonl") if command is convert else str(tmp_path)
+    command([given, f"--out={tmp_path}/new/a.jsonl"])
+    assert (tmp_path / "new" / "a.jsonl").is_file()
+    (tmp_path / "b.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"--out is .*b\.jsonl, which is a folder; add the name of a file"):
+        command([given, f"--out={tmp_path}/b.jsonl"])
+    with pytest.raises(ValueError, match=r"the folder .*rows\.jsonl cannot be created \(.*\); choose another folder"):
+        command([given, f"--out={tmp_path}/rows.jsonl/a.jsonl"])

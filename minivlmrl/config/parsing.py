@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +53,8 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"the text is not valid YAML ({error})") from error
+        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a text that is not a file
+        raise ValueError(f"the text is not valid YAML ({reason})") from error
 
 
 def build(

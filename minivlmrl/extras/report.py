@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.files import RUN_CONFIG
+from minivlmrl.files import RUN_CONFIG, file_to_write
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import noise
@@ -297,6 +297,6 @@ def main(arguments: list[str]):
     for folder in folders:
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")
-    out = Path(options.out or folders[0] / "report.html")
+    out = file_to_write(options.out or folders[0] / "report.html")
     write_page(folders, out)
     print(f"open {out} in a browser")

@@ -30,7 +30,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
+from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG, file_to_write
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
 from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
@@ -86,7 +86,7 @@ def answer_file(tool: str, arguments: list[str]):
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
         note_changes(options, config)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        file_to_write(out)
     model, processor = build_model(config, world)
     sample = make_sampler(model, processor, evaluation_sampling(config.sampling), world)
     key = f"{config.seed}/evaluate"

@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.config.parsing import read_value
+from minivlmrl.config.parsing import parse_yaml, read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
@@ -33,6 +33,7 @@ from minivlmrl.errors import check_field, counted, did_you_mean, error_context, 
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
+from minivlmrl.files import file_to_write
 
 SAMPLE = 100  # number of rows by which the layout is recognized
 MAX_NAMES = 20  # dropped columns and keys that are listed
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: minivlmrl)")
     parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
     parser.add_argument("--format", help="your own function that converts a row, as in data.format")
-    parser.add_argument("--columns", type=read_yaml, default={}, help="new names of columns, as in data.columns")
+    parser.add_argument("--columns", type=parse_yaml, default={}, help="new names of columns, as in data.columns")
     options = parser.parse_args(arguments)
     if options.out and options.out.suffix not in (".jsonl", ".json", ".parquet"):
         parser.error(f"--out is {options.out}, but its name must end with .jsonl or .parquet")
@@ -67,7 +68,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if not sample:
         raise ValueError(f"{path} has no rows")
     layout = options.layout or find_layout(path, sample)
-    out = options.out or new_name(path, sample[0][1], options.to)
+    out = file_to_write(options.out or new_name(path, sample[0][1], options.to))
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
@@ -229,17 +230,10 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
-def read_yaml(text: str) -> Plain:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"the text is not valid YAML ({error})") from error
-
-
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
     """Convert each file in a YAML list of data sets, and yield the entries of the recipe's option data.train."""
     with error_context(path):
-        content = read_yaml(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
         listed = content.get("datasets") if isinstance(content, dict) else None
         sets: list[Plain] = listed if isinstance(listed, list) else [None]
         if not all(isinstance(one, dict) and isinstance(one.get("json_path"), str) for one in sets):
