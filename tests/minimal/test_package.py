@@ -288,6 +288,21 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     assert norms[0] > 1  # the first step clipped its gradients
 
 
+@pytest.mark.parametrize(("max_steps", "warmup_steps"), [(7, 3), (5, 0), (4, 1), (3, 3), (2, 5)])
+def test_learning_rates_are_equal(max_steps, warmup_steps, monkeypatch):
+    """They rise to the largest one, and fall to a tenth of it."""
+    used = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: used.append(self.param_groups[0]["lr"]))
+    model = torch.nn.Linear(1, 1)
+    model.updates = 0
+    options = Namespace(
+        max_steps=max_steps, prompts_per_step=1, learning_rate=1e-3, warmup_steps=warmup_steps, beta=0.0
+    )  # fmt: skip
+    minimal.train(model, [1], lambda model, *_: [(model.weight.sum(), torch.tensor(0.0))], options)
+    config = TrainingOptions(max_steps=max_steps, learning_rate=1e-3, warmup_steps=warmup_steps, min_lr_ratio=0.1)
+    assert used == pytest.approx([learning_rate(step, config) for step in range(max_steps)])
+
+
 # ---- sampling
 
 
