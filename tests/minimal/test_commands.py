@@ -119,6 +119,12 @@ def test_a_step_in_which_all_earn_the_same_says_so(tiny, cats, tmp_path, lengths
     assert "earned 0" not in printed
 
 
+@pytest.mark.parametrize(("second", "says"), [([0.5, 0.5], True), ([0.5, 1.5], False)])
+def test_a_step_teaches_something_if_one_group_has_different_rewards(second, says, capsys):
+    minimal.report(minimal.grpo, 10, 20, [torch.tensor([1.5, 1.5]), torch.tensor(second)])
+    assert ("nothing was learned" in capsys.readouterr().out) is says
+
+
 def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
     """SFT on answers in the form has GRPO's question; other answers, and questions that ask themselves, stay alone."""
     form = "<think>a</think><answer>2</answer>"
