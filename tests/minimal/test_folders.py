@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import minimal
 from minivlmrl.data.messages import conversation
@@ -100,6 +100,21 @@ def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
     ours, package = minimal.load(folder), load_model(folder)
     assert differing(state(ours), state(package)) == []
     assert len(differing(state(minimal.load(trained.folder)), state(ours))) > 10
+
+
+def test_the_weights_may_have_their_names_in_the_modules_of_transformers(tmp_path):
+    """The files of the Hub have the names of minimal.py."""
+    minimal.make_folder(tmp_path)
+    expected = state(minimal.load(tmp_path))
+    renamed = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        name = name.replace("visual.", "model.visual.")
+        renamed[name.replace("model.", "model.language_model.") if name.startswith("model.l") else name] = weight
+    assert (
+        "model.visual.merger.ln_q.weight" in renamed and "model.language_model.layers.0.mlp.up_proj.weight" in renamed
+    )
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    assert differing(state(minimal.load(tmp_path)), expected) == []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
