@@ -30,6 +30,8 @@ def _what_to_do(folder: Path) -> str:
         return "It is the folder of a run; use its folder checkpoint"
     if any(folder.glob("adapter_*")):
         return "It is an adapter; set model.path to the base model and adapter.path to this folder"
+    if inner := next((file.parent for file in sorted(folder.glob("*/config.json"))), None):
+        return f"It contains the folder of a model; use {inner}"
     return "Download the folder again. It needs config.json and .safetensors files; .gguf and .bin files cannot be read"
 
 

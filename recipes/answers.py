@@ -77,7 +77,7 @@ def unwrap(text: str) -> str:
 
 
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
-LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
+LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|\s+[-–—](?=\s)|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 # This pattern finds a second letter in the answer to a multiple-choice question, as in "B or C".
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
@@ -87,7 +87,7 @@ YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
+    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B - a dog".
 
     Answers such as "B or C", "not B" and "A, B, C" get reward 0.
     """

@@ -23,6 +23,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
+TAG_REWARDS = "format", "box_format"  # rewards for completions with <think> and <answer> tags
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # number of recent rollouts whose rewards `majority_baseline` averages
 BASELINE_ROLLOUTS = 50
@@ -180,11 +181,14 @@ class WarningRules:
 
     def constant_rewards(self) -> Iterator[tuple[str, str]]:
         if self.all_equal():
-            means = [f"{x} is {self.recent[-1].get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
+            means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.run.rewards}
+            texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
+            asks = [name for name in TAG_REWARDS if means.get(name) == 0]
+            hint = f"{asks[0]} asks for <think> and <answer> tags; name them in data.prompt_template. " if asks else ""
             yield (
                 "constant",
-                f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
-                "what these reward functions expect. A model that never writes such an answer needs "
+                f"The rewards are equal for all completions: {' and '.join(texts)}. {hint}Compare completions.jsonl "
+                "with what these reward functions expect. A model that never writes such an answer needs "
                 f"{self.demonstrations}.",
             )
 

@@ -240,6 +240,11 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     The column "why" has the reasons of all rewards, for example {"format": "no <answer>"}. Values other than numbers,
     texts and None are logged as str(value), because the log is JSON.
     """
+    if len(values) != len(extras):
+        raise ValueError(
+            f"log_extra: {column!r} has {counted(len(values), 'value')} for {counted(len(extras), 'completion')}; give "
+            "one value for each completion"
+        )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
         value = value if is_json else str(value)

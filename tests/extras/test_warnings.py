@@ -79,8 +79,10 @@ def test_equal_rewards_are_reported_after_the_first_step():
     equal = HEALTHY | {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0}
     rules = make_rules()
     [said] = rules.step(equal)
-    assert said.startswith("The rewards are equal for all completions: format is 0.9 and accuracy is 0.5")
+    assert said.startswith("The rewards are equal for all completions: format is 0.9 and accuracy is 0.5. Compare")
     assert [rules.step(equal) for _ in range(2 * WINDOW)] == [[]] * 2 * WINDOW
+    [said] = make_rules().step(equal | {"rewards/format/mean": 0.0})
+    assert "format asks for <think> and <answer> tags; name them in data.prompt_template" in said
     rules = make_rules()
     assert [rules.step(values) for values in (HEALTHY, equal, equal)] == [[]] * 3
 

@@ -15,6 +15,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 KINDS = {
     "checkpoint/config.json": "It is the folder of a run; use its folder checkpoint",
+    "checkpoint-100/config.json": "It contains the folder of a model; use FOLDER/checkpoint-100",
     "adapter_config.json": "It is an adapter; set model.path to the base model and adapter.path to this folder",
     "adapter_model.safetensors": "It is an adapter; set model.path to the base model and adapter.path to this folder",
     "model-00001-of-00002.safetensors": "Download the folder again",
@@ -26,10 +27,11 @@ KINDS = {
 def test_a_folder_that_is_no_model_is_described(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("{}")
+    kind = KINDS[name].replace("FOLDER", str(tmp_path))
     for load, says in (
-        (load_model, f"has no config.json. {KINDS[name]}"),
-        (load_processor, f"has no config.json. {KINDS[name]}"),
-        (weight_files, f"model.safetensors does not exist. {KINDS[name]}"),
+        (load_model, f"has no config.json. {kind}"),
+        (load_processor, f"has no config.json. {kind}"),
+        (weight_files, f"model.safetensors does not exist. {kind}"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             load(tmp_path)
