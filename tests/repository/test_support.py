@@ -1,0 +1,51 @@
+"""Test that the page of what is supported agrees with the package, the pinned versions and the workflow."""
+
+import re
+import tomllib
+
+import yaml
+
+from minivlmrl.model.families.registry import FAMILIES
+from tests.helpers.links import ROOT, rows_of
+
+PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+
+
+def test_the_workflow_runs_the_versions_of_the_page():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
+    lines = JOBS["run"]["strategy"]["matrix"]["include"]
+    assert {line["python"] for line in lines if not line.get("optional")} == {*versions}
+    section = PAGE.partition("## Python")[2].partition("\n## ")[0]
+    assert re.findall(r"3\.1\d", section.partition("| PyTorch")[0]) == versions
+    pairs = re.findall(r"^\| (2\.\S+) \| (3\.\S+) \|", section, re.MULTILINE)
+    tried = {(line.get("torch", PINS["torch"]), line.get("triton", PINS["triton"])) for line in lines}
+    assert {*pairs} == tried and len(pairs) == 3
+    assert f"torch>={pairs[0][0].removesuffix('.0')}" in project["dependencies"]
+
+
+def test_all_model_families_are_on_the_page():
+    assert {row[1].strip("`") for row in rows_of(PAGE, "Models")} == {*FAMILIES}
+    for _, name, part in rows_of(PAGE, "Models"):
+        assert part == ("extras" if ".extras." in FAMILIES[name.strip("`")] else "core")
+
+
+def test_versions_of_other_projects_are_pinned_or_recorded():
+    recorded = {path.stem for path in (ROOT / "tests" / "recorded").glob("*.json")}
+    for project, versions, _ in rows_of(PAGE, "Other projects in the tests"):
+        numbers = re.findall(r"\d+(?:\.\d+)+", versions)
+        assert numbers
+        for number in numbers:
+            if "(recorded)" in versions:
+                assert any(name.endswith(f"{project}_{number}") for name in recorded), (project, number)
+            else:
+                assert PINS[project] == number
+
+
+def test_files_of_a_release_have_the_version():
+    version = re.search(r'(?m)^version: "?([\d.]+)', (ROOT / "CITATION.cff").read_text())[1]
+    files = [row[0].strip("`") for row in rows_of(PAGE, "Releases")]
+    assert files == [f"minivlmrl-{version}-py3-none-any.whl", f"minivlmrl-{version}.tar.gz", "SHA256SUMS"]
+    assert f"v{version}" in PAGE and f"git tag v{version} " in (ROOT / ".github" / "CONTRIBUTING.md").read_text()
