@@ -40,6 +40,7 @@ import PIL.ImageDraw
 import PIL.ImageOps
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -849,7 +850,11 @@ def read_weights(folder, device, dtype) -> dict[str, Tensor]:
         names = sorted(set(index["weight_map"].values()))
     weights = {}
     for file in names:
-        for name, weight in load_file(folder / file, str(device)).items():
+        try:
+            tensors = load_file(folder / file, str(device))
+        except SafetensorError as error:
+            raise InputError(f"{folder / file} cannot be read: {error}") from error
+        for name, weight in tensors.items():
             name = name.replace("model.visual.", "visual.").replace("language_model.", "")
             weights[name] = weight.to(dtype)
     return weights

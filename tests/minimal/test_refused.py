@@ -210,6 +210,14 @@ def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
             minimal.load(folder)
 
 
+def test_a_file_of_weights_that_is_cut_off_is_named(tiny, tmp_path):
+    folder = change(tiny, tmp_path / "model", CONFIG, {})
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(minimal.InputError, match=r"model\.safetensors cannot be read: "):
+        minimal.load(folder)
+
+
 def test_a_stale_shard_beside_the_model_is_not_read(tiny, tmp_path):
     folder = change(tiny, tmp_path / "model", CONFIG, {})
     stale = {name: torch.zeros_like(weight) for name, weight in load_file(tiny / "model.safetensors").items()}
