@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch.nn import functional as F
 
+from minivlmrl.extras.parity.all_laws import LawReport, examine
 from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
@@ -167,40 +168,66 @@ def judge_project(project: Project, folder: str | Path, seconds: float = 10.0) -
         folder: clone or unpacked wheel with the project's files.
         seconds: time for the search of each loss.
     """
+    bridge = {"tolerance": 1e-5, "framework": project.framework}
+    losses = losses_of(project, folder)
+    return {name: judge(loss, seconds=seconds, **bridge, **LOSSES[name]) for name, loss in losses.items()}
+
+
+def examine_project(project: Project, folder: str | Path) -> dict[str, LawReport]:
+    """Check which laws the losses of a public project obey."""
+    reports = {}
+    for name, loss in losses_of(project, folder).items():
+        reports[name] = examine(loss, tolerance=1e-5, framework=project.framework, **LOSSES[name])
+    return reports
+
+
+def losses_of(project: Project, folder: str | Path) -> dict[str, Callable]:
+    """Return the losses of a public project, by name, as functions of a batch and options."""
     theirs = read_functions(project, Path(folder))
-    verdicts = {}
-    for adapter, losses in project.adapters.items():
-        loss = as_loss(adapter, theirs)
-        for name in losses.split("; "):
-            verdicts[name] = judge(loss, tolerance=1e-5, seconds=seconds, framework=project.framework, **LOSSES[name])
-    return verdicts
+    adapters = {name: adapter for adapter, names in project.adapters.items() for name in names.split("; ")}
+    return {name: as_loss(adapter, theirs) for name, adapter in adapters.items()}
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
     """Wrap a public project's loss as a function of a batch and options, which `parity` can check."""
 
-    def loss(batch, options):
-        b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
-        b.old, b.ref = batch.get("old_per_token_logps"), batch.get("ref_per_token_logps")
-        if "advantages" in batch:
-            b.advantages = batch["advantages"][:, None] + 0 * b.mask
-        return adapter(theirs, b, SimpleNamespace(**options))
-
-    return loss
+    return lambda batch, options: adapter(theirs, Inputs(batch), Inputs(options))
 
 
-def section(name: str, project: Project, verdicts: dict[str, Verdict]) -> str:
+SHORT = {"logps": "per_token_logps", "old": "old_per_token_logps", "ref": "ref_per_token_logps"}
+
+
+class Inputs:
+    """Arguments of a loss as attributes. Only those that an adapter uses count as read, see calling.Arguments."""
+
+    def __init__(self, arguments: dict):
+        self.arguments = arguments
+
+    def __getattr__(self, name: str):
+        x = self.arguments[SHORT.get(name, name)]
+        return x[:, None] + 0 * self.mask if name == "advantages" else x
+
+
+def section(name: str, project: Project, results: dict[str, Verdict] | dict[str, LawReport]) -> str:
     """Return the Markdown section about a project: its files, and a table with the result for each loss."""
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
     files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
     rows = []
-    for loss, verdict in verdicts.items():
-        findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
-        unnamed = ["agrees"] if not verdict.differences else ["no name"]
-        agreeing = verdict.cases - len(verdict.differences)
-        rows.append(f"| {loss} | {agreeing} of {verdict.cases} | {'; '.join(findings or unnamed)} |")
+    for loss, result in results.items():
+        if isinstance(result, LawReport):
+            what = "laws that hold"
+            tried = len(result.findings)
+            right = tried - len(result.broken_laws())
+            findings = [f"{kind}: {x}" for kind in ("broken", "note", "not tested") for x in result.sentences(kind)]
+        else:
+            what = "cases that agree"
+            tried = result.cases
+            right = tried - len(result.differences)
+            findings = [line for line in result.names if line.startswith(("mistake", "design"))]
+            findings = findings or ["no name" if result.differences else "agrees"]
+        rows.append(f"| {loss} | {right} of {tried} | {'; '.join(findings)} |")
     head = f"{project.source}, {project.tried}; adapter {adapters}. The functions are {files}.\n"
-    return "\n".join([f"### {name}\n", head, "| loss | cases that agree | finding |", "|---|---|---|", *rows])
+    return "\n".join([f"### {name}\n", head, f"| loss | {what} | finding |", "|---|---|---|", *rows])
 
 
 def is_sequence(o: SimpleNamespace) -> bool:

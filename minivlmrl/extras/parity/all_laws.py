@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
-from minivlmrl.extras.parity.examined import DEFAULTS, Examined, Finding
+from minivlmrl.extras.parity.examined import DEFAULTS, OPTIONS, Examined, Finding
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS
+from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS, use_its_own_length
 from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS
 
 LAWS = {"grpo": POLICY_LAWS, "dpo": DPO_LAWS, "sft": SFT_LAWS}
@@ -74,10 +74,11 @@ def examine(
     if kind not in LAWS:
         raise ValueError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
-        if name not in DEFAULTS[kind]:
+        if name not in OPTIONS[kind]:
             known = ", ".join(DEFAULTS[kind])
             raise ValueError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
     loss = Examined(as_torch(my_loss, framework), kind, options, tolerance)
+    use_its_own_length(loss)
     report = LawReport({})
     for law in (*COMMON_LAWS, *LAWS[kind]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}

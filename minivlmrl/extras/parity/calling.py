@@ -1,7 +1,7 @@
-"""Call a user's loss for `parity`, and compute its gradient."""
+"""Call a user's loss for `parity`, compute its gradient, and note which arguments the loss has read."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,17 +11,59 @@ from minivlmrl.losses.grpo import LossNormalizer
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not have
 
 
-def loss_and_gradient(my_loss: Callable, batch: dict[str, Tensor], options: dict) -> tuple[Tensor, Tensor]:
+class Arguments(dict):
+    """Arguments of a loss by name. The names that the loss reads are added to the set `read`."""
+
+    def __init__(self, values: dict, read: set[str]):
+        super().__init__(values)
+        self.read = read
+
+    def __getitem__(self, name: str):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names. Without this method, `**arguments` would not call __getitem__."""
+        return super().__iter__()
+
+    def items(self):
+        self.read.update(self)
+        return super().items()
+
+    def __or__(self, other: dict) -> "Arguments":
+        return Arguments(super().__or__(other), self.read)
+
+
+def converted(arguments: dict, convert: Callable) -> Arguments:
+    """Convert all values of a dict or of Arguments, for which this does not count as reading."""
+    values = {name: convert(x) for name, x in dict.items(arguments)}
+    return Arguments(values, getattr(arguments, "read", set()))
+
+
+def loss_and_gradient(
+    my_loss: Callable, batch: dict[str, Tensor], options: dict, read: set[str] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the loss, a scalar, and its gradient with respect to per_token_logps, both without a graph.
+
+    Args:
+        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe.
+        batch: tensors by name; the loss gets copies.
+        options: options by name.
+        read: set to which the names of the tensors and options are added that the loss reads.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
+    read = set() if read is None else read
     # A loss may change its arguments in place, so it gets copies.
     copies = {name: x.clone() for name, x in batch.items()} | {"per_token_logps": logps.clone()}
     try:
-        loss = call(my_loss, copies, dict(options))
+        loss = call(my_loss, Arguments(copies, read), Arguments(options, read))
     except Exception as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         kind = options["kind"]

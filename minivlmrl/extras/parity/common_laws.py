@@ -9,6 +9,18 @@ from torch.nn.functional import pad
 from minivlmrl.extras.parity.examined import Examined, Finding, Law, described, numbers, rows_of
 
 
+def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
+    """Neither the loss nor its gradient is NaN or infinite."""
+    for batch, options in loss.batches():
+        value, slope = loss(batch, **options)
+        if not (value.isfinite() and slope.isfinite().all()):
+            yield Finding(
+                f"the loss or its gradient is not a number. Smallest batch: {described(batch, options)}; the loss is "
+                f"{numbers(value)}, and its gradient is {numbers(slope)}"
+            )
+            return
+
+
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
     """Masked tokens have no gradient, and their log-probabilities change nothing."""
     for batch, options in loss.batches():
@@ -67,6 +79,8 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     The sum belongs to losses that divide by a number of the whole step, and the mean to those that divide by the number
     of rows.
     """
+    if loss.given.get("whole_step"):
+        return  # the user has said that the loss is for whole steps only
     for batch, options in loss.batches():
         B = len(batch["mask"])
         if B == 1:
@@ -97,4 +111,9 @@ def change(loss: Examined, value: Tensor, other_value: Tensor) -> str:
     return "the gradient changes"
 
 
-COMMON_LAWS: tuple[Law, ...] = (masked_tokens_are_inert, padding_changes_nothing, rows_have_no_order)
+COMMON_LAWS: tuple[Law, ...] = (
+    numbers_are_finite,
+    masked_tokens_are_inert,
+    padding_changes_nothing,
+    rows_have_no_order,
+)

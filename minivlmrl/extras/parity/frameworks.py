@@ -6,6 +6,7 @@ import numpy
 import torch
 
 from minivlmrl.errors import optional_dependency
+from minivlmrl.extras.parity.calling import converted
 
 INSTALL = "--framework={0} needs the package {0}"
 
@@ -47,7 +48,7 @@ def from_jax(my_loss: Callable) -> Callable:
         logps = batch["per_token_logps"]
         # JAX computes in float32 by default, which is less accurate than the recorded numbers.
         with jax.enable_x64(True):
-            arrays = {name: jax.numpy.asarray(x.detach().numpy()) for name, x in batch.items()}
+            arrays = converted(batch, lambda x: jax.numpy.asarray(x.detach().numpy()))
             function = jax.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
         return LossWithGradient.apply(logps, value, gradient)
@@ -63,7 +64,7 @@ def from_mlx(my_loss: Callable) -> Callable:
         logps = batch["per_token_logps"]
         # MLX has float64 only on the CPU.
         with mx.stream(mx.cpu):
-            arrays = {name: mx.array(x.detach().numpy(), dtype=mx.float64) for name, x in batch.items()}
+            arrays = converted(batch, lambda x: mx.array(x.detach().numpy(), dtype=mx.float64))
             function = mx.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
             if isinstance(value, tuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.calling import loss_and_gradient
-from minivlmrl.extras.parity.examined import DEFAULTS
+from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import as_step, find_names
@@ -61,12 +61,13 @@ def check(
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL. The message lists these cases, and the mistakes and designs that
-            explain the differences, see `judge`.
+        AssertionError: some cases differ from TRL, or all agree, but the loss breaks a law of all_laws.py that no
+            recorded case shows. The message lists these cases, and the mistakes and designs that explain the
+            differences, see `judge`.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line instead of this docstring
     verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
-    if verdict.differences:
+    if not verdict.agrees:
         raise AssertionError(str(verdict))
     return verdict.cases
 
@@ -83,20 +84,20 @@ class Verdict:
     where: str = ""  # what the differing cases have in common
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
-    untested: Sequence[str] = ()  # options that are off in all cases
+    broken: Sequence[str] = ()  # sentences about broken laws, if the cases agree or their difference has no name
 
     @property
     def agrees(self) -> bool:
-        return not self.differences
+        return not self.differences and not self.broken
 
     def __str__(self) -> str:
         differing = len(self.differences)
-        untested = [f"not tested: {name}, which is 0 in all these cases; --laws tests it" for name in self.untested]
+        laws = [f"broken law: {says}" for says in self.broken]
         if not differing:
-            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *untested])
+            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *laws])
         head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
         more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
-        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *untested])
+        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *laws])
 
 
 def judge(
@@ -109,7 +110,7 @@ def judge(
     for case, options, batch, value, slope in cases(kind=kind, **only):
         result = compare(my_loss, options, batch, value, slope)
         results.append((case, options, result))
-        steps.append(as_step(batch, options, result.loss, result.gradient, tolerance))
+        steps.append(as_step(batch, options, result.loss, result.gradient, tolerance, result.read))
     first = results[0][1]
     varied = [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
     differences = []
@@ -122,9 +123,8 @@ def judge(
         for differs in (False, True)
     )
     verdict = Verdict(len(results), differences, where=shared(differing, agreeing))
-    if kind == "dpo" and not any(options["label_smoothing"] for _, options, _ in results):
-        verdict.untested = ["label_smoothing"]
     if not differences:
+        verdict.broken = broken_laws(my_loss, tolerance, kind, only)  # what the recorded cases cannot show
         return verdict
     if all(result.gradient_error <= tolerance for _, _, result in results):
         constants = [result.constant for _, _, result in results]
@@ -142,18 +142,16 @@ def judge(
     candidates = closest_losses(errors, settings, tolerance)
     verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
     if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
-        verdict.names += lines_without_name(my_loss, tolerance, kind, only)
+        verdict.broken = broken_laws(my_loss, tolerance, kind, only)
+        if kind == "grpo":
+            verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     return verdict
 
 
-def lines_without_name(my_loss, tolerance: float, kind: str, only: dict) -> list[str]:
-    """Return a hint, and a line for each law that a loss without a name breaks."""
-    lines = []
-    if kind == "grpo":
-        lines.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
-    known = {name: x for name, x in only.items() if name in DEFAULTS[kind]}
-    broken = examine(my_loss, kind, tolerance, **known).sentences("broken")
-    return lines + [f"broken law: {says}" for says in broken]
+def broken_laws(my_loss, tolerance: float, kind: str, only: dict) -> list[str]:
+    """Return a sentence for each law that a loss breaks; `only` has the options that the user has named."""
+    known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
+    return examine(my_loss, kind, tolerance, **known).sentences("broken")
 
 
 def find_names_by_loss(
@@ -217,6 +215,7 @@ class Comparison:
     constant: float  # loss minus TRL's
     loss_error: float
     gradient_error: float
+    read: set[str]  # names of the tensors and options that the user's loss has read
 
     @property
     def error(self) -> float:
@@ -232,8 +231,9 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
     """
-    loss, ours = loss_and_gradient(my_loss, batch, options)
-    return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
+    read = set()
+    loss, ours = loss_and_gradient(my_loss, batch, options, read)
+    return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient), read)
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:

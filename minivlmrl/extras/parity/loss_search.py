@@ -19,7 +19,9 @@ MAKES_NAN = "a completion without tokens makes the loss NaN"  # effect of such b
 SEARCHED = 32  # about so many cases are searched; the others are compared at the end
 
 
-def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6) -> Dump:
+def as_step(
+    batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
+) -> Dump:
     """Convert a loss function's test case to a recorded step, in which `parity` can search for bugs.
 
     Args:
@@ -28,6 +30,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
         value: loss that the checked function returned.
         gradient: this loss's gradient with respect to the log-probabilities.
         tolerance: largest error in both, as in `minivlmrl.extras.parity.loss.check`.
+        read: names of the tensors and options that the function has read; None means all.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -41,6 +44,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
     about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
+    d.read = read
     d.row_sets = {}  # a wrong loss is wrong for all rows, so no bug is limited to some rows
     return d
 
@@ -196,7 +200,7 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
         lines.append(f"{first.kind}: {first.says}")
         lines += [f"  or: {text}" for text in alternatives(first, others)[: TIED - 1]]
         lines.append(f"  effect: {first.of.effect}")
-        lines += [f"  done by: {first.of.who}"] * bool(first.of.who)
+        lines += [f"  done by: {first.of.who}"] * (first.kind == "design")
     if not parts:
         answer = max((computed("loss", step, {}) for step in steps), key=count_wrong)
         lines = [says, *(f"  {text}" for text in where(answer))]

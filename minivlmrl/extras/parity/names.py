@@ -33,6 +33,8 @@ class Quantity:
     about: str = ""  # feature that a step must contain to reveal the mistakes
     needs: str = "input_ids"  # tensor that the step must contain
     who: str = ""  # projects that do so on purpose, with their option; a bug with `who` is called a design
+    least: float = 0.0  # with a fitted number below this, the bug is a mistake even so
+    unread: str = ""  # option or tensor; if the loss reads it and does not use it, the bug is a mistake even so
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
@@ -447,11 +449,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         who="trainers that divide later, or choose the length: verl's seq-mean-token-sum-norm"): {
         "the loss is the sum over all tokens instead of a mean": lambda s: s.terms.sum(),
         "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
-        "the loss is divided by all columns, padding included":
-            lambda s: s.terms.sum() / s.completion[0].sum() / len(s.all_rows),
         "the loss is divided by the rows and by the length of the longest completion":
             lambda s: s.terms.sum() / s.mask.sum(1).max() / len(s.all_rows),
         "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / len(s.all_rows),
+    },
+    Quantity("mean", "grpo, sft", "long padding makes the update small, unless the trainer divides later",
+        about=AVERAGES): {
+        "the loss is divided by all columns, padding included":
+            lambda s: s.terms.sum() / s.completion[0].sum() / len(s.all_rows),
     },
     Quantity("average", "sft", "completion lengths are weights", "arXiv 2604.23747", about=AVERAGES): {
         f"each row of {name} is averaged by itself": {"average": "grpo", "loss_type": name} for name in ("nll", "dft")
@@ -475,6 +480,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             {"mask": lambda s: s.x * s.has_advantage()[:, None], "inside": ["the count"]},
         "the mean of the rows is only over those with an advantage other than 0":
             lambda s: row_mean(s.terms, s.mask).sum() / s.has_advantage().sum(),
+        "the mean divides only by tokens of rows with a positive advantage":
+            lambda s: s.terms.sum() / (s.completion_mask * (s.advantages > 0)[:, None]).sum().clamp(min=1),
+        "the mean of the rows is only over those with a positive advantage":
+            lambda s: row_mean(s.terms, s.mask).sum() / (s.advantages > 0).sum().clamp(min=1),
         "the loss is averaged over the rows of each column and then over the columns":
             lambda s: (s.terms.sum(0) / s.mask.sum(0).clamp(min=1)).sum()
             / (s.completion[0].sum() * len(s.micro_batches)),
@@ -514,8 +523,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "each row has one ratio, the product of its tokens' ratios": "sequence_sum",
         "each row has one ratio, but each token has its own gradient (GSPO-token)": "sequence_token",
     },
-    Quantity("old", "grpo", "off-policy steps are biased", "TRL issue 2769, mlx-lm-lora 55", about=CHANGED): {
+    Quantity("old", "grpo", "a second update after a rollout would be biased", "TRL issue 2769", CHANGED,
+        who="losses for one update after each rollout: torchtune, torchforge, R1-V",
+        unread="old_per_token_logps"): {
         "the ratio is 1 because old log-probabilities equal the current ones": lambda s: s.per_token_logps.detach(),
+    },
+    Quantity("old", "grpo", "off-policy steps are biased", "TRL issue 2769, mlx-lm-lora 55", about=CHANGED): {
         "old log-probabilities are not detached": lambda s: s.per_token_logps,
         "an old log-probability is taken from {}": ROWS_OR_COLUMNS,
     },
@@ -529,7 +542,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the ratio is the log of the ratio, because exp is missing": lambda s: s.x.log(),
     },
     Quantity("ratio", "grpo", "ratios beyond the bound get no gradient", needs="old_per_token_logps",
-        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20"): {
+        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20", least=2.0): {
         "the log of the ratio is clamped to -{c} and {c}": lambda s: s.x.log().clamp(-s.c, s.c).exp(),
         "the log of the ratio is at most {c}": lambda s: s.x.log().clamp(max=s.c).exp(),
     },
@@ -545,7 +558,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("terms", "grpo", "tokens with a negative advantage that are much likelier than before get no gradient",
         "arXiv 1912.09729", CLIPPING,
-        who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta"): {
+        who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta", least=1.0): {
         "dual clip: with a negative advantage, a ratio counts at most {c}":
             lambda s: s.x.where(s.advantages >= 0, s.x.minimum(-s.c * s.advantages * s.weights)),
     },
@@ -556,6 +569,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.options.epsilon_high)),
         "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
             cispo(lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)),
+    },
+    Quantity("terms", "grpo", "tokens outside of the bounds are not trained", "arXiv 2510.18855", CLIPPING,
+        who="IcePop, for the ratio of trainer and sampler"): {
+        "no token outside of 1 - epsilon_low to 1 + epsilon_high is trained, whatever its advantage":
+            lambda s: -s.ratio * s.advantages * s.weights
+            * ((s.ratio >= 1 - s.options.epsilon_low) & (s.ratio <= 1 + s.options.epsilon_high)),
     },
     Quantity("terms", "grpo", "off-policy steps are biased", "Williams 1992", who="rlhf-book: the loss reinforce"): {
         "REINFORCE: a token's term is -A log pi, without a ratio":
@@ -584,9 +603,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "epsilon_high": lambda s: math.expm1(s.epsilon_high),
         },
         "ratios are not clipped above": math.inf,
-        "ratios are clipped with epsilon_low on both sides": lambda s: s.epsilon_low,
         "epsilon_high is 1 less than configured": lambda s: s.x - 1,
         "epsilon_high is {c}": fitted_number,
+    },
+    Quantity("epsilon_high", "grpo", "ratios have one bound, as in PPO", "PPO eq. 7", CLIPPING,
+        who="MM-EUREKA, lmm-r1, minimind, simple_GRPO and torchtune", unread="epsilon_high"): {
+        "ratios are clipped with epsilon_low on both sides": lambda s: s.epsilon_low,
     },
     Quantity("epsilon_low", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
         "ratios are not clipped below": math.inf,
@@ -638,6 +660,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
         "the KL is weighted with the ratio of its token instead of its sequence":
             lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
+        "the KL is weighted with pi / pi_ref": {
+            "use_bias_correction_kl": False,
+            "KL": lambda s: s.x * (s.per_token_logps - s.ref_per_token_logps).exp(),
+        },
         "the KL is weighted with the clipped ratio": {
             "use_bias_correction_kl": False,
             "KL": lambda s: s.x * s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high),
@@ -650,13 +676,13 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: s.x * (s.per_token_logps - s.per_token_logps.detach()).exp(),
     },
     of_kl("KL estimate", "grpo", "tokens far from the reference are not drawn back",
-        who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10"):
+        who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10", least=1.0):
         having("the KL", CLAMPED),
     of_kl("KL", "grpo", "tokens far from the reference are not drawn back",
-        who="slime, unsloth and NeMo-RL, with a bound of 10"):
+        who="slime, unsloth and NeMo-RL, with a bound of 10", least=1.0):
         having("the KL, after it is weighted with the ratio,", CLAMPED),
     of_kl("reference", "grpo", "tokens far from the reference are not drawn back",
-        who="verl and EasyR1, with a bound of 20"): {
+        who="verl and EasyR1, with a bound of 20", least=1.0): {
         "the log-ratio in the KL is clamped to -{c} and {c}":
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c),
         "the log-ratio in the KL is at most {c}":
@@ -704,10 +730,15 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("beta", "dpo", "the policy is kept at another distance from the reference", "DPO eq. 7"): {
         "beta is applied twice, so it is squared": lambda s: s.x**2,
         "one over beta is used instead of beta": lambda s: 1 / s.x,
+        **having("beta", SCALED),
     },
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
         "log-probabilities are averaged over tokens":
             {name: lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1) for name in ("policy", "reference")},
+        "the first token of each answer is left out":
+            {name: lambda s: s.x * (s.mask.cumsum(1) > 1) for name in ("policy", "reference")},
+        "the last token of each answer is left out":
+            {name: lambda s: s.x * (s.mask.flip(1).cumsum(1).flip(1) > 1) for name in ("policy", "reference")},
         "log-probabilities are averaged over all columns, padding included":
             {name: lambda s: s.x / s.mask.shape[1] for name in ("policy", "reference")},
         **having("the policy's log-probability", LINEAR, NONLINEAR),

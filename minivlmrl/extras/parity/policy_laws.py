@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.common_laws import masked_tokens_are_inert, micro_batches_add_up, padding_changes_nothing
 from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
 
@@ -42,6 +43,18 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
     return batch | {"old_per_token_logps": batch["per_token_logps"], "advantages": advantages.double()}
 
 
+def use_its_own_length(loss: Examined):
+    """Make a Dr. GRPO loss that divides by a constant of its own divide by max_completion_length, as laws expect."""
+    if asked_type(loss) != "dr_grpo":
+        return
+    once, again = (loss(one_token(), beta=0.0, max_completion_length=length)[1].item() for length in (1, 2))
+    if once == again != 0:
+        my_loss, constant = loss.my_loss, abs(1 / once)
+        loss.my_loss = lambda batch, options: (
+            call(my_loss, batch, options) * constant / options["max_completion_length"]
+        )
+
+
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
     """Return the weight of each token in the average, (B, T): on policy, minus the gradient for an advantage of 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
@@ -58,12 +71,15 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
             batch = on_policy(random_batch("grpo", mask), advantages)
             slope = loss.gradient(batch, beta=0.0)
             direction = -(slope * (slope.abs() > loss.tolerance / 1000)).sign()
-            wrong = batch["mask"].bool() & (direction != advantages[:, None].sign())
+            wrong = batch["mask"].bool() & (direction != advantages[:, None].sign()) & ~slope.isnan()
             if wrong.any():
                 row, token = wrong.nonzero()[0].tolist()
+                what = "a token is not pushed in the direction of its advantage"
+                if advantages[row] == 0:
+                    what = "a token whose advantage is 0 is trained, although beta is 0"
                 yield Finding(
-                    f"a token is not pushed in the direction of its advantage. Smallest batch: {described(batch)}; "
-                    f"the gradient of token {token} in row {row} is {numbers(slope[row, token])}"
+                    f"{what}. Smallest batch: {described(batch)}; the gradient of token {token} in row {row} is "
+                    f"{numbers(slope[row, token])}"
                 )
                 return
 
@@ -156,7 +172,8 @@ def measured_tokens(loss: Examined) -> list[Token]:
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    for advantage in (1.0, -1.0):
+    # An advantage other than 1 shows whether the clip acts on the ratio, and not on its product with the advantage.
+    for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
             value, slope = of_one_token(loss, ratio=ratio, advantage=advantage)
@@ -169,7 +186,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
-    raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage > 0)
+    raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage == 1)
     smallest, largest = raised[0][1], raised[-1][1]
     lowered = [token for token in tokens if token.advantage < 0]
     cap = min((token.ratio for token in lowered if token.weight == 0 and token.ratio > 1.05 * high), default=math.inf)
@@ -374,7 +391,7 @@ def has_kl(loss: Examined) -> bool:
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
     """With beta 0 the reference changes nothing, and twice the beta has twice the effect, in value and gradient."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
-    if near != far:
+    if near != far and math.isfinite(near[1]):
         yield Finding(
             "the reference changes the loss even if beta is 0. Smallest batch: one token with the log-probability -2; "
             f"its gradient is {near[1]:.3g} if the reference is -2.5, and {far[1]:.3g} if it is -1.2"

@@ -70,7 +70,16 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
     """Twice the beta has the effect of twice the margin."""
-    if loss.loss_type not in OF_THE_MARGIN or loss.loss_type == "ipo":
+    if loss.loss_type not in OF_THE_MARGIN:
+        return
+    if loss.loss_type == "ipo":
+        target = 1 / (2 * loss.options["beta"])
+        value, _ = loss(pair(target / 2, -target / 2))
+        if loss.differ(value, torch.zeros(())):
+            yield Finding(
+                f"the loss is not 0 at IPO's margin 1 / (2 beta). {TWO_TOKENS} {target / 2:g} (chosen) and "
+                f"{-target / 2:g}; the loss is {numbers(value)}"
+            )
         return
     beta = loss.options["beta"]
     once, _ = loss(pair(0.8, -0.6), beta=beta)

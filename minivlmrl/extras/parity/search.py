@@ -83,7 +83,7 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        return "design" if self.of.who else "mistake"
+        return "design" if self.of.who and abs(self.change.get("c", math.inf)) >= self.of.least else "mistake"
 
     @property
     def is_limited(self) -> bool:
@@ -135,6 +135,8 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     result = []
     for quantity, causes in table.QUANTITIES.items():
         if names & quantity.stage_names() and quantity.needs in d:
+            if quantity.unread and d.reads(quantity.unread):
+                quantity = replace(quantity, who="")
             for says, change in causes.items():
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):

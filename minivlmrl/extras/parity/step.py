@@ -50,6 +50,7 @@ class Dump(dict):
 
     tolerance = 1e-5  # largest relative error with which a bug explains the numbers
     case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
+    read = None  # in a test case of a loss, the names of the tensors and options that the loss has read
     deadline = math.inf  # time.thread_time() at which a search ends
     part = None  # rows whose log-probabilities are recomputed; None means all rows
 
@@ -128,6 +129,10 @@ class Dump(dict):
 
     def has(self, *names: str) -> bool:
         return self.keys() >= {*names}
+
+    def reads(self, name: str) -> bool:
+        """Return whether a loss has read this tensor or option; the trainer of a recorded step may read all."""
+        return self.read is None or name in self.read
 
     def has_advantage(self) -> Tensor:
         """Return a mask (n,) of the completions that have an advantage other than 0."""

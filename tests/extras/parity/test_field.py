@@ -87,6 +87,26 @@ def test_a_loss_of_another_framework_is_read(framework, tmp_path):
     assert loss(batch, {}).item() == 2
 
 
+LEAKS = """
+def grpo_loss(logps, mask, advantages):
+    return -(logps * advantages).sum() / mask.sum()
+"""
+
+
+def test_the_command_checks_laws_and_trl_numbers(tmp_path, monkeypatch, capsys):
+    def adapter(theirs, b, o):
+        return theirs.grpo_loss(b.logps, b.mask, b.advantages)
+
+    (tmp_path / "loss.py").write_text(LEAKS)
+    project = Project("theirs on PyPI", "1.0", "loss.py: grpo_loss", {adapter: "BNPO"})
+    monkeypatch.setitem(PROJECTS, "theirs", project)
+    __main__.main(["theirs", str(tmp_path), "--laws"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("| BNPO | ") and "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]" in line
+    __main__.main(["theirs", str(tmp_path), "--seconds=0.1"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| BNPO | 0 of 7 | ")
+
+
 @pytest.mark.parametrize("name", PROJECTS)
 def test_the_table_has_the_recorded_findings_of_all_losses(name):
     """A cell of the first table has one letter for each finding, which the second table explains."""

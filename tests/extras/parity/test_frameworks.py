@@ -40,7 +40,7 @@ def grpo(framework, kl_sign=1):
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
-    tolerance = {"jax": 1e-12, "mlx": 1e-8}[framework]  # MLX converts Python's numbers, such as beta, to float32
+    tolerance = {"jax": 1e-12, "mlx": 1e-7}[framework]  # MLX converts Python's numbers, such as beta, to float32
     assert check(grpo(framework), tolerance, framework=framework, **ONE_SHAPE) > 1
     verdict = judge(grpo(framework, kl_sign=-1), seconds=math.inf, framework=framework, **ONE_SHAPE)
     assert verdict.names[0] == "mistake: policy and reference are swapped in the KL"

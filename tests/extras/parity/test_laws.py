@@ -64,6 +64,7 @@ def stretched(q):
 
 # For each law, a loss that breaks only this law
 WRONG = {
+    "numbers_are_finite": (changed(loss=lambda q: q.loss + q.logps.sum() * 0 / (len(q.mask) - 4)), {}),
     "masked_tokens_are_inert": (changed(loss=with_gradient_at_padding), {}),
     "padding_changes_nothing": (changed(loss=lambda q: (q.terms * q.mask).mean(1).mean()), {}),
     "rows_have_no_order": (changed(loss=lambda q: q.loss + (q.logps * q.mask)[0].detach().sum()), {}),
@@ -117,10 +118,65 @@ def test_each_law_has_a_loss_that_breaks_it():
     assert known == {*WRONG, *NOTED}
 
 
+def of_both(q):
+    """Compute two mistakes at once: the maximum in place of the minimum, and a KL without a gradient."""
+    return maximum(q) + q.beta * k3(q.ref - q.logps).detach()
+
+
+def twice_detached(q):
+    return q.term * q.ratio.detach()
+
+
+LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
+# Mistakes that need no name in names.py, because a law says them: (loss, options, beginnings of the sentences)
+SAID = {
+    "LUSPO trains padding": (changed(loss=lambda q: q.terms.sum(1).mean()), LUSPO, ["masked tokens are trained", "padding changes the loss"]),
+    "p log p as entropy": (changed(terms=lambda q: q.term + q.beta * q.kl + 0.01 * q.logps.exp() * q.logps), {},
+        ["a token whose advantage is 0 is trained, although beta is 0"]),
+    "dual clip of the wrong sign": (changed(term=lambda q: q.term.where(q.advantages >= 0, 3 * q.advantages)), {},
+        ["a token is not pushed in the direction of its advantage"]),
+    "rows with a positive advantage": (
+        changed(loss=lambda q: (q.terms * q.mask).sum() / (q.mask * (q.advantages > 0)).sum().clamp(min=1)), {},
+        ["the advantage of a row changes the gradient of another row"]),
+    "ratio over the whole batch": (changed(log_ratio=lambda q: token_mean(q.log_ratio, q.mask)), {},
+        ["a token is not pushed in the direction", "the advantage of a row changes the gradient of another row"]),
+    "ratio twice": (changed(term=twice_detached), {}, ["the gradient of a token is wrong. Smallest batch: one token"]),
+    "clipped product": (
+        changed(term=lambda q: -torch.min(q.ratio * q.advantages, (q.ratio * q.advantages).clamp(max=1 + q.high))
+                .where(q.advantages > 0, torch.min(q.ratio * q.advantages, q.ratio.clamp(1 - q.low) * q.advantages))),
+        {}, ["A > 0: a token has a gradient where the clip must stop it. Smallest batch: one token, advantage 0.5"]),
+    "pi / pi_ref as weight": (changed(weight=lambda q: (q.logps - q.ref).exp()), {},
+        ["the KL is not that of policy and reference"]),
+    "two at once with DAPO's average": (changed(terms=of_both), {"loss_type": "dapo"}, [
+        "A > 0: a token has no gradient where the loss must act", "A > 0: a token has a gradient where the clip must",
+        "A < 0: a token has a gradient where the clip must", "A < 0: a token has no gradient where the loss must act",
+        "the KL has no gradient, but only a value"]),
+    "IPO with 1 / beta": (
+        wrong_dpo(total=lambda x, mask: (x * mask).sum(-1) / mask.sum(-1), loss=lambda z, e, beta: (z - 1 / beta) ** 2),
+        {"kind": "dpo", "loss_type": "ipo"}, ["the loss is not 0 at IPO's margin 1 / (2 beta)"]),
+    "advantages normalised in a micro-batch": (
+        changed(advantages=lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std() + 1e-4)), {},
+        ["the loss or its gradient is not a number", "a token is not pushed in the direction", "the advantage of a row changes the gradient of another row"]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("name", SAID)
+def test_laws_say_what_has_no_name(name):
+    loss, options, beginnings = SAID[name]
+    says = [text for text in examine(loss, **options).sentences("broken") if "micro-batches" not in text]
+    assert [text[: len(begin)] for text, begin in zip(says, beginnings, strict=True)] == beginnings, says
+
+
+def test_a_constant_of_ones_own_is_no_mistake_of_dr_grpo():
+    loss = changed(loss=lambda q: ((q.terms * q.mask).sum(1) / 1000).mean())
+    assert laws(loss, loss_type="dr_grpo") == 16
+
+
 @pytest.mark.parametrize("corrected", (False, True))
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_our_policy_losses_obey_all_laws(loss_type, corrected):
-    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 15
+    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 16
 
 
 @pytest.mark.parametrize("level", ("sequence", "sequence_token"))
@@ -129,7 +185,7 @@ def test_our_gspo_obeys_all_laws(level):
         options = options | {"importance_sampling_level": level}
         return call(grpo_loss, batch, options)
 
-    assert laws(loss, importance_sampling_level="sequence") == 15
+    assert laws(loss, importance_sampling_level="sequence") == 16
 
 
 @pytest.mark.parametrize("loss_type", preference.DPO_LOSSES)
@@ -142,7 +198,7 @@ def test_our_preference_losses_obey_all_laws(loss_type):
 
 @pytest.mark.parametrize("loss_type", ("nll", "dft"))
 def test_our_sft_losses_obey_all_laws(loss_type):
-    assert laws(lambda batch, options: sft.sft_loss(**batch, loss_type=loss_type), kind="sft", loss_type=loss_type) == 5
+    assert laws(lambda batch, options: sft.sft_loss(**batch, loss_type=loss_type), kind="sft", loss_type=loss_type) == 6
 
 
 def test_the_loss_of_minimal_py_obeys_all_laws():
@@ -155,7 +211,7 @@ def test_the_loss_of_minimal_py_obeys_all_laws():
         named |= {name: b[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
         return minimal.grpo_loss(b["per_token_logps"], b["advantages"], b["mask"], **named)
 
-    assert laws(loss, loss_type="grpo") == 15
+    assert laws(loss, loss_type="grpo") == 16
 
 
 def losses_with_notes():
@@ -208,7 +264,7 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
         "    return -batch['per_token_logps'].mean()\n"
     )
     assert main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
-    assert "the loss obeys all 5 laws" in capsys.readouterr().out
+    assert "the loss obeys all 6 laws" in capsys.readouterr().out
     assert main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
     assert (
         "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; its gradient is [[-0.5, -0.5]]"
@@ -238,6 +294,6 @@ def test_a_loss_of_another_framework_has_laws(framework):
     def of_all_places(batch, options):
         return -batch["per_token_logps"].mean()
 
-    assert laws(loss, kind="sft", tolerance=1e-5, framework=framework) == 5
+    assert laws(loss, kind="sft", tolerance=1e-5, framework=framework) == 6
     report = examine(of_all_places, kind="sft", tolerance=1e-5, framework=framework)
     assert "masked_tokens_are_inert" in report.broken_laws()

@@ -210,7 +210,21 @@ NAMED = {
         "design: .*(fixed length of 9 for|averaged as in dr_grpo)"),
     "rows": (changed(loss=lambda q: row_mean(q.terms, q.mask)), WHOLE, "design: the loss is averaged as in grpo"),
     "all columns": (changed(loss=lambda q: (q.terms * q.mask).mean()), WHOLE,
-        "design: the loss is divided by all columns, padding included"),
+        "mistake: the loss is divided by all columns, padding included"),
+    "a tight clamp": (clamp("log_ratio", -0.1, 0.1), NO_KL, "mistake: the log of the ratio is clamped to -0.1 and 0.1"),
+    "IcePop": (
+        changed(term=lambda q: -q.ratio * q.advantages * (q.ratio >= 1 - q.low) * (q.ratio <= 1 + q.high)), NO_KL,
+        "design: no token outside of 1 - epsilon_low"),
+    "tokens of rows with positive advantages": (
+        changed(loss=lambda q: (q.terms * q.mask).sum() / (q.mask * (q.advantages > 0)).sum().clamp(min=1)),
+        NO_KL | DAPO, "mistake: the mean divides only by tokens of rows with a positive advantage"),
+    "KL weighted with pi / pi_ref": (changed(weight=lambda q: (q.logps - q.ref).exp()), KL,
+        "mistake: the KL is weighted with pi / pi_ref"),
+    "IPO with 1 / beta": (lambda b, o: my_loss(b, o | {"beta": o["beta"] / 2}), {"kind": "dpo", "loss_type": "ipo"},
+        "mistake: beta is halved"),
+    "first token of each answer": (
+        lambda b, o: dpo_of()(b | {"mask": b["mask"] * (b["mask"].cumsum(-1) > 1)}, o), DPO,
+        "mistake: the first token of each answer is left out"),
     "rows without tokens": (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), WHOLE,
         "mistake: a row without tokens is divided by 0 in the mean over each row"),
     "only rows with tokens": (
@@ -421,9 +435,9 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
     names = judge(loss, seconds=0.5).names
     place = names.index(hint)
     assert names[0].startswith("unfinished: the search ended") and names[place - 1].startswith(says)
-    names = judge(loss, seconds=0.5, **PLAIN).names
-    assert "--only" not in names[names.index(hint) - 1]
-    assert names[-1].startswith("broken law: ")
+    verdict = judge(loss, seconds=0.5, **PLAIN)
+    assert "--only" not in verdict.names[verdict.names.index(hint) - 1]
+    assert verdict.broken and str(verdict).splitlines()[-1] == f"broken law: {verdict.broken[-1]}"
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
     right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
     says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
@@ -477,10 +491,57 @@ def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
     assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=0.01, **KL).names[0].startswith("unfinished: ")
 
 
-def test_the_verdict_says_what_the_cases_cannot_show():
-    says = "not tested: label_smoothing, which is 0 in all these cases; --laws tests it"
-    assert str(judge(my_loss, kind="dpo", loss_type="sigmoid")).splitlines()[-1] == says
-    assert "not tested" not in str(judge(my_loss, kind="dpo", loss_type="robust"))
+def smoothed(batch, options):
+    """Compute cDPO with a wrong sign of the second term."""
+    e, z = options["label_smoothing"], options["beta"] * margins(batch)
+    return ((1 - e) * softplus(-z) - e * softplus(z)).mean()
+
+
+def cispo_with_a_gradient(q):
+    return -q.ratio.clamp(max=q.high) * q.advantages * q.logps
+
+
+@pytest.mark.parametrize("loss, only, says", [
+    (smoothed, DPO, "broken law: label_smoothing acts in a wrong way"),
+    (changed(term=cispo_with_a_gradient), PLAIN | {"loss_type": "cispo", "whole_step": True},
+        "broken law: a token is not pushed in the direction of its advantage"),
+], ids=["label smoothing", "CISPO"])  # fmt: skip
+def test_a_law_finds_what_the_recorded_cases_cannot_show(loss, only, says):
+    """In recorded cases, DPO has no label smoothing, and most of CISPO's weights are clamped."""
+    verdict = judge(loss, **only)
+    head, *lines = str(verdict).splitlines()
+    assert "cases agree with TRL" in head and lines[0].startswith(says) and not verdict.agrees
+    with pytest.raises(AssertionError, match=says):
+        check(loss, **only)
+
+
+def test_a_loss_that_ignores_what_it_reads_is_a_mistake():
+    """One epsilon, or no old log-probabilities, are designs of a loss that does not know of a second one."""
+
+    def one_epsilon(batch, options):
+        return usual(batch, {**options, "epsilon_high": options["epsilon_low"]})
+
+    def without_old(batch, options):
+        logps = batch["per_token_logps"]
+        return usual({**batch, "old_per_token_logps": logps.detach()}, options)
+
+    def unread(loss, missing):
+        def alone(batch, options):
+            given = {name: batch[name] for name in ("per_token_logps", "mask", "advantages", "ref_per_token_logps")}
+            given |= {name: options[name] for name in ("epsilon_low", "beta", "importance_sampling_level")}
+            given |= {name: options[name] for name in ("use_bias_correction_kl", "loss_type")}
+            given |= {"old_per_token_logps": batch["old_per_token_logps"]} if missing != "old_per_token_logps" else {}
+            given |= {"epsilon_high": options["epsilon_high"]} if missing != "epsilon_high" else {}
+            return loss(given, given)
+
+        return alone
+
+    for loss, missing, says in (
+        (one_epsilon, "epsilon_high", "ratios are clipped with epsilon_low on both sides"),
+        (without_old, "old_per_token_logps", "the ratio is 1 because old log-probabilities equal the current ones"),
+    ):
+        assert judge(loss, **PLAIN).names[0] == f"mistake: {says}"
+        assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {says}"
 
 
 def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
