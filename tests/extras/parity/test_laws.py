@@ -130,7 +130,8 @@ def twice_detached(q):
 LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
 # Mistakes that need no name in names.py, because a law says them: (loss, options, beginnings of the sentences)
 SAID = {
-    "LUSPO trains padding": (changed(loss=lambda q: q.terms.sum(1).mean()), LUSPO, ["masked tokens are trained", "padding changes the loss"]),
+    "LUSPO trains padding": (changed(loss=lambda q: q.terms.sum(1).mean()), LUSPO,
+        ["masked tokens are trained", "padding changes the loss"]),
     "p log p as entropy": (changed(terms=lambda q: q.term + q.beta * q.kl + 0.01 * q.logps.exp() * q.logps), {},
         ["a token whose advantage is 0 is trained, although beta is 0"]),
     "dual clip of the wrong sign": (changed(term=lambda q: q.term.where(q.advantages >= 0, 3 * q.advantages)), {},
@@ -156,7 +157,8 @@ SAID = {
         {"kind": "dpo", "loss_type": "ipo"}, ["the loss is not 0 at IPO's margin 1 / (2 beta)"]),
     "advantages normalised in a micro-batch": (
         changed(advantages=lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std() + 1e-4)), {},
-        ["the loss or its gradient is not a number", "a token is not pushed in the direction", "the advantage of a row changes the gradient of another row"]),
+        ["the loss or its gradient is not a number", "a token is not pushed in the direction",
+         "the advantage of a row changes the gradient of another row"]),
 }  # fmt: skip
 
 
