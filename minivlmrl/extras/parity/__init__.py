@@ -6,7 +6,7 @@ The known mistakes stand in names.py.
 |---|---|---|
 | a loss of your own | `laws(my_loss)` | `minivlmrl parity --laws my_loss.py:my_loss` |
 | a loss that TRL has | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
-| a forward pass with packed or padded rows | `depends(logps, ids, document)` | |
+| a forward pass with packed or padded rows, or images | `depends(logps, ids, document)` | |
 | a recorded step of any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
@@ -20,7 +20,6 @@ from minivlmrl.extras.parity.assertions import (
     assert_step,
 )
 from minivlmrl.extras.parity.dependence import depends
-from minivlmrl.extras.parity.images import check_images
 from minivlmrl.extras.parity.loss import cases, check, judge
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "assert_step",
     "cases",
     "check",
-    "check_images",
     "depends",
     "examine",
     "judge",

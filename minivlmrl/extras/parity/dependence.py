@@ -34,6 +34,7 @@ def depends(
     image_token_id: int | None = None,
     vocabulary: int = 0,
     tolerance: float = 1e-9,
+    only_images: bool = False,
 ) -> list[str]:
     """Change one token or image after the other, and name each log-probability that moves and should not.
 
@@ -42,7 +43,8 @@ def depends(
     all values of a token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and answers
     of a pair, masks that let a token see later tokens or padding, unshifted labels, and unused or exchanged images.
 
-    The check needs a forward pass for each token, and one for each entry of the vocabulary, so take a tiny model.
+    The check needs a forward pass for each token, and one for each entry of the vocabulary, so take a tiny model. With
+    only_images=True, it needs one for each image, and the model may have any size.
 
     Args:
         logps: function (ids) -> (B, K), log-probabilities of each row's last K tokens, in nats, as your trainer
@@ -55,12 +57,13 @@ def depends(
         image_token_id: id of the placeholders of images, which are not changed.
         vocabulary: number of token ids; 0 means the largest id plus 1.
         tolerance: largest change that counts as rounding, in nats. float64 has 1e-9, float32 about 1e-4.
+        only_images: whether to change only images.
 
     Returns:
         A sentence for each fault, with its first place; an empty list if there are none.
 
     Raises:
-        ValueError: the shapes of ids, document and log-probabilities do not fit.
+        ValueError: the shapes of ids, document and log-probabilities do not fit, or the number of images.
     """
     if ids.dim() != 2 or ids.shape != document.shape:
         raise ValueError(
@@ -70,17 +73,22 @@ def depends(
     forward = Forward(logps, ids, pictures, tolerance)
     values = [value for value in range(vocabulary or int(ids.max()) + 1) if value != image_token_id]
     is_picture = ids == (-1 if image_token_id is None else image_token_id)
+    images = placeholders(is_picture)
+    if len(images) != (0 if image_grid_thw is None else len(image_grid_thw)) or (only_images and not images):
+        grids = "has no rows" if image_grid_thw is None else f"has {counted(len(image_grid_thw), 'row')}"
+        raise ValueError(f"ids have placeholders for {counted(len(images), 'image')}, but image_grid_thw {grids}")
     faults = Faults()
     for row, token in forward.not_finite():
         if is_scored(document, row, token):
             faults.add("a log-probability is not finite", f"token {token} of row {row}")
     if faults.places:
         return faults.sentences()
+    for image, place in enumerate(images):
+        judge_image(forward, faults, document, image, place)
+    if only_images:
+        return faults.sentences()
     for row, token in (~is_picture).nonzero().tolist():
         judge_token(forward, faults, document, (row, token), values)
-    if pictures:
-        for image, place in enumerate(placeholders(is_picture)):
-            judge_image(forward, faults, document, image, place)
     judge_probabilities(forward, faults, document, is_picture, values)
     return faults.sentences()
 

@@ -252,6 +252,7 @@ WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
+OWN_LENGTH = Quantity("factor", "", "the effective learning rate changes", who="Dr. GRPO losses with a constant length")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 

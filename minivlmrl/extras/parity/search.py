@@ -122,6 +122,7 @@ class Cause:
 
 
 FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_number}, table.FACTOR)
+OWN_LENGTH = replace(FACTOR, of=table.OWN_LENGTH)
 
 
 def names_of(name: str, d: Dump) -> set[str]:
@@ -375,6 +376,7 @@ class Search:
         result = []
         if self.name in IDS:
             return result
+        has_own_length = self.d.about.get("loss_type") == "dr_grpo" and not self.d.reads("max_completion_length")
         for cause in count_causes(self.d) if self.d.case_tolerance else ():
             result += self.confined(self.answer(cause.change), cause, self.places[0])
         for place in self.places:
@@ -388,7 +390,8 @@ class Search:
             for number in numbers:
                 if number == 0 and (theirs.any() or not self.sources):
                     continue  # small values are not zero
-                cause = FACTOR.with_number(number, self.sources.get(number, ""))
+                factor = OWN_LENGTH if has_own_length else FACTOR
+                cause = factor.with_number(number, self.sources.get(number, ""))
                 if found := self.confined(self.answer(cause.change), cause, place):
                     result += found
                     break

@@ -6,8 +6,33 @@ from torch.nn.functional import pad
 
 from minivlmrl.data.rows import Prompt
 from minivlmrl.extras.parity.dependence import depends
-from tests.extras.parity.test_images import logps_of, trainer
 from tests.helpers import tiny
+
+
+def logps_of(logits, ids):
+    """Compute the log-probability of each next token: (B, L, V), (B, L) -> (B, L - 1)."""
+    return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids, rows: grids, with_pictures=True):
+    """Return a function `my_logps` with a model of transformers; `change` replaces the list of images."""
+
+    def my_logps(ids, pixels, grids):
+        inputs = {}
+        if with_pictures:
+            pictures = list(pixels.split(grids.prod(1).tolist()))
+            inputs["pixel_values"] = torch.cat(change(pictures, len(ids)))
+            inputs["image_grid_thw"] = grids_of(grids, len(ids))
+        kinds = (ids == tiny.IMAGE).long()
+        return logps_of(model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits, ids)
+
+    return my_logps
+
+
+def by_row(change):
+    """Apply `change` to the images of each row."""
+    return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
+
 
 VOCABULARY = 23
 # two texts in each row; the second row ends with padding
@@ -150,25 +175,52 @@ def test_planted_faults_are_named(fault):
     assert any(sentence.startswith(says) for sentence in sentences), sentences
 
 
-def test_images_must_move_the_later_tokens_of_their_row(tmp_path, oracle):
-    theirs, ours = oracle.saved_pair(tmp_path, "qwen2_5_vl")
-    prompts = [tiny.prompt(torch.Generator().manual_seed(seed), [(1, 4, 6)]) for seed in (0, 1)]
-    ids = torch.stack([prompt.input_ids for prompt in prompts])
-    pictures = [torch.cat([getattr(x, name) for x in prompts]) for name in ("pixel_values", "image_grid_thw")]
+UNUSED = "an image moves no later token of its document"
+EARLIER = "an image moves a token before it"
+OTHER_ROW = "an image moves another row or document"
+IMAGE_FAULTS = {  # {fault: (arguments of `trainer`, beginning of a sentence)}
+    "pixel_values are not passed on": ({"with_pictures": False}, UNUSED),
+    "placeholders keep their embeddings": ({}, UNUSED),
+    "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, UNUSED),
+    "the last picture is the one before it again": ({"change": by_row(lambda x: [*x[:-1], x[-2]])}, UNUSED),
+    "each row has its pictures in turned order": ({"change": by_row(lambda x: x[::-1])}, EARLIER),
+    "grids are in turned order": ({"grids_of": lambda x, rows: x.view(rows, -1, 3).flip(1).flatten(0, 1)}, EARLIER),
+    "the batch's pictures are shifted by one": ({"change": lambda x, rows: x[1:] + x[:1]}, EARLIER),
+    "rows have those of the row after": (
+        {"change": lambda x, rows: x[len(x) // rows :] + x[: len(x) // rows]}, OTHER_ROW),
+    "all rows have the first row's": ({"change": lambda x, rows: x[: len(x) // rows] * rows}, OTHER_ROW),
+    "height and width of grids are exchanged": ({"grids_of": lambda x, rows: x[:, [0, 2, 1]]}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_planted_faults_of_images_are_named(model_type, tmp_path, monkeypatch, oracle):
+    theirs, ours = oracle.saved_pair(tmp_path, model_type)
 
     def our_logps(ids, pixels, grids):
         parts = zip(ids, pixels.chunk(len(ids)), grids.chunk(len(ids)), strict=True)
         rows = [Prompt(*part, torch.ones(len(part[2]))) for part in parts]
         return logps_of(torch.stack(oracle.our_logits(ours, rows)), ids)
 
-    def sentences(logps):
-        return " ".join(depends(logps, ids, torch.ones_like(ids), *pictures, tiny.IMAGE, int(ids.max()) + 1, 1e-4))
+    def sentences(logps, **options):
+        prompts = [tiny.prompt(torch.Generator().manual_seed(seed), grids) for seed in (0, 1)]
+        ids = torch.stack([prompt.input_ids for prompt in prompts])
+        pictures = [torch.cat([getattr(x, name) for x in prompts]) for name in ("pixel_values", "image_grid_thw")]
+        options |= {"vocabulary": int(ids.max()) + 1, "tolerance": 1e-4}
+        return depends(logps, ids, torch.ones_like(ids), *pictures, tiny.IMAGE, **options)
 
-    assert sentences(our_logps) == sentences(trainer(theirs)) == ""
-    exchanged = sentences(trainer(theirs, change=lambda images, rows: images[::-1]))
-    assert "an image moves another row or document" in exchanged and "an image moves no later token" in exchanged
-    blind = sentences(trainer(theirs, change=lambda images, rows: [0 * image for image in images]))
-    assert blind.startswith("an image moves no later token of its document (2 times; first: image 0, in row 0)")
+    grids = [(1, 4, 6)]
+    if model_type == "qwen2_5_vl":  # tokens, too
+        assert sentences(our_logps) == sentences(trainer(theirs)) == []
+    grids = [(1, 4, 6), (1, 8, 4), (1, 8, 4)]
+    assert sentences(our_logps, only_images=True) == sentences(trainer(theirs), only_images=True) == []
+    for fault, (options, verdict) in IMAGE_FAULTS.items():
+        with monkeypatch.context() as patch:
+            if "embeddings" in fault:
+                patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
+                verdict = "" if model_type == "qwen3_vl" else verdict  # deeper layers see images, too
+            found = sentences(trainer(theirs, **options), only_images=True)
+            assert any(says.startswith(verdict) for says in found) if verdict else not found, (fault, found)
 
 
 def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
@@ -191,6 +243,12 @@ def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
 
 
 def test_depends_refuses_wrong_shapes():
+    ids, grids = torch.tensor([[5, 9, 6]]), torch.tensor([[1, 2, 4], [1, 2, 2]])
+    pictures = torch.ones(12, 2), grids
+    with pytest.raises(ValueError, match="ids have placeholders for 1 image, but image_grid_thw has 2 rows"):
+        depends(lambda ids, *_: torch.ones(ids.shape), ids, torch.ones_like(ids), *pictures, image_token_id=9)
+    with pytest.raises(ValueError, match="ids have placeholders for 0 images, but image_grid_thw has no rows"):
+        depends(lambda ids: torch.ones(ids.shape), ids, torch.ones_like(ids), only_images=True)
     with pytest.raises(ValueError, match=r"ids have the shape \(3,\) and document \(3,\); both must be \(B, T\)"):
         depends(None, torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"logps returned the shape \(2, 9\) for ids of shape \(2, 3\)"):

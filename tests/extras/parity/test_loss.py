@@ -544,6 +544,14 @@ def test_a_loss_that_ignores_what_it_reads_is_a_mistake():
         assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {says}"
 
 
+def test_the_length_of_dr_grpo_may_be_a_constant():
+    """Dr. GRPO's divisor is a constant, and a loss may have its own."""
+    own = changed(loss=lambda q: q.loss / 2)
+    only = PLAIN | {"loss_type": "dr_grpo"}
+    assert judge(own, **only).names[0] == "design: all values are 0.5 times as large"
+    assert judge(lambda b, o: own(b, o | {"beta": o["max_completion_length"] / 90}), **only).kinds == ["mistake"]
+
+
 def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
     assert (
         judge(changed(term=lambda q: -q.term), **KL).names[-1] == "  effect: rewards have the opposite effect, or none"
