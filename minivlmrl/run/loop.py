@@ -1,11 +1,12 @@
 """The training loop.
 
-run_training calls train_stages, which calls train_stage for each stage, which calls optimizer_step for each step.
+run_training starts a run and calls train_stage for each stage, which calls optimizer_step for each step.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from torch.optim import Optimizer
 
@@ -32,67 +33,67 @@ from minivlmrl.trainers.registry import find_trainers
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
     """Train a model according to a recipe, as a single process or as one of several ranks.
 
+    A run starts in the order of the lines below, from checks that take no time to work that takes minutes.
+
     Args:
         config: the recipe.
         callbacks: objects whose methods the training loop calls; defaults to `default_callbacks(config)`.
     Returns:
         The exit code of the process: 0, or 75 if a signal ended the run.
     """
-    if callbacks is None:
-        callbacks = default_callbacks(config)
+    # recipe
+    callbacks = default_callbacks(config) if callbacks is None else callbacks
     trainers = find_trainers(config)
     check_outputs(config, trainers)
     for callback in callbacks:
         callback.on_recipe(config, trainers)
-    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
-    with StopSignals(world) as signals, world.watched(), locked(config.output_dir, world):
-        train_stages(config, trainers, signals, callbacks)
-    process_group.shutdown(signals.world)
+
+    # ranks
+    signals = StopSignals(
+        process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
+    )
+    world = signals.world  # with the function stop_if_preempted, which ends the run after a signal
+    with signals, world.watched(), locked(config.output_dir, world):
+        # rows, processor and weights
+        with watched(callbacks):
+            with phase("load"):
+                model, processor, datasets = prepare(config, trainers, world, callbacks)
+            # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
+            check_output_dir(config)
+
+        # output folder
+        checkpoints = CheckpointManager(config, world, signals, callbacks)
+        state = checkpoints.to_resume(datasets)
+        if world.is_main:  # only now, because a run that fails before writes no files
+            hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
+            print(f"output: {config.output_dir}; {hint}", flush=True)
+        with (
+            MetricsLog(config, world, state, checkpoints.resumed) as log,
+            checkpoints.saved_on_error(state, log),
+            watched(callbacks),
+        ):
+            results = Results(config, model, processor, log, datasets.get("eval"), state, callbacks)
+            for callback in callbacks:
+                callback.on_run_begin(config, log)
+                log.callback(callback.on_run_end)  # called even after an error or a signal
+            world.wait("begin its trackers and callbacks")
+
+            # stages
+            trainer = None
+            if checkpoints.resumed is None:
+                results.measure("start")
+            for number, stage in islice(enumerate(config.stage_names), state.stage, None):
+                if trainer is not None:
+                    results.save_stage(trainer)
+                steps_done = state.step if number == state.stage else 0
+                with phase("load"):  # the reference and the parameters of the optimizer, too
+                    trainer = trainers[stage](config, model, processor, world, steps_done)
+                if number > state.stage:  # after loading, so that memory running out loses no step
+                    state.begin_stage(number)
+                train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
+            results.write(trainer)
+    process_group.shutdown(world)
     return signals.exit_code
-
-
-def train_stages(
-    config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
-):
-    """Load and check everything, and train the stages of a recipe, from the first step or from a checkpoint."""
-    world = signals.world
-    with watched(callbacks):
-        for callback in callbacks:
-            callback.on_setup(config, world)
-        with phase("load"):
-            model, processor, datasets = prepare(config, trainers, world, callbacks)
-        # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
-        check_output_dir(config)
-    checkpoints = CheckpointManager(config, world, signals, callbacks)
-    state = checkpoints.to_resume(datasets)
-    if world.is_main:  # only now, because a run that fails before writes no files
-        hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
-        print(f"output: {config.output_dir}; {hint}", flush=True)
-    with (
-        MetricsLog(config, world, state, checkpoints.resumed) as log,
-        checkpoints.saved_on_error(state, log),
-        watched(callbacks),
-    ):
-        held_out = datasets.get("eval")
-        results = Results(config, model, processor, log, held_out, state, callbacks)
-        for callback in callbacks:
-            callback.on_run_begin(config, log)
-            log.callback(callback.on_run_end)  # called even after an error or a signal
-        world.wait("begin its trackers and callbacks")
-        trainer = None
-        if checkpoints.resumed is None:
-            results.measure("start")
-        for number in range(state.stage, len(config.stage_names)):
-            stage = config.stage_names[number]
-            if trainer is not None:
-                results.save_stage(trainer)
-            steps_done = state.step if number == state.stage else 0
-            with phase("load"):  # the reference and the parameters of the optimizer, too
-                trainer = trainers[stage](config, model, processor, world, steps_done)
-            if number > state.stage:  # after loading, so that memory running out loses no step
-                state.begin_stage(number)
-            train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
-        results.write(trainer)
 
 
 @contextmanager

@@ -1,13 +1,4 @@
-"""Build the model, the processor and the datasets of a run, and check them before the first step.
-
-A run starts in this order, from checks that take no time to work that takes minutes:
-
-recipe         config/loading.py     on_recipe: options that exclude each other
-ranks          run_training          on_setup: device, disk
-rows           prepare               on_rows: rewards and solutions of the rows
-weights        prepare               on_model: notes about rows and model
-output folder  train_stages          earlier results, the checkpoint to resume from
-"""
+"""Build the model, the processor and the datasets of a run, and check them before the first step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -53,7 +44,9 @@ def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Check the recipe and its rows, and build the model, the processor and the datasets."""
-    # options
+    # device, disk and options
+    for callback in callbacks:
+        callback.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)  # reports a missing package before the weights are loaded

@@ -75,6 +75,7 @@ WRONG = {  # {file content: error message after the file name}
     '{"problem": "a", "more": [{"x": 1, "x": 2}]}': ":1: .*the key 'x' occurs twice in one object",
     '{\n "problem": "a"\n}': ": an object has several lines; write one object per line, or a JSON list",
     '{"problem": "a\\ud83d"}': r":1: the text is not valid JSON \(.*surrogates not allowed",
+    '{"problem": "a\\uDE00"}': r":1: the text is not valid JSON \(.*surrogates not allowed",
 }
 
 

@@ -30,7 +30,6 @@ def refusal_of(options, home, free, monkeypatch, check=None):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 10**12))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(setup, "build_weights", None)  # a call of None raises TypeError
-    check.on_setup(run, world)
     try:
         setup.prepare(run, find_trainers(run), world, [check])
     except ValueError as error:

@@ -130,7 +130,8 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 
 
 def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
-    monkeypatch.setattr("minivlmrl.run.loop.prepare", None)  # calling it would fail
+    for name in ("load_datasets", "build_processor", "build_weights"):
+        monkeypatch.setattr(f"minivlmrl.run.setup.{name}", None)  # calling it would fail
     monkeypatch.setattr(
         "minivlmrl.extras.memory.memory_check.check_disk", Mock(side_effect=ValueError("sft needs more"))
     )

@@ -52,8 +52,6 @@ def check(config: RunConfig) -> Iterator[str]:
     for callback in callbacks:
         callback.on_recipe(config, stages)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    for callback in callbacks:
-        callback.on_setup(config, world)
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
         datasets |= {
