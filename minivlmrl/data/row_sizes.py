@@ -1,11 +1,10 @@
-"""Measure the rows of a dataset in tokens: the longest and the heaviest rows, and a summary.
+"""Measure the rows of a dataset in tokens, and find rows that are too long.
 
 The facts of a row give an estimate of its size. Only rows for which an estimate is not enough are read again, and their
 prompts are tokenized; their images are not decoded.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -19,10 +18,7 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
 from minivlmrl.errors import counted, error_context
 
-NUM_SUMMARY = 16  # rows that are measured for the summary
-NUM_HEAVIEST = 64  # rows that are measured for the memory estimate
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
-TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
 
 @dataclass(frozen=True)
@@ -156,12 +152,6 @@ def text_bytes(facts: RowFacts, answers: Sequence[str]) -> int:
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 
 
-def estimated_weights(rows: FileDataset, processor: Processor, answers: Sequence[str] = ()) -> list[float]:
-    """Estimate the weight of each row from its facts, see RowSize.weight; infinity for a row that must be read."""
-    counter = patch_counter(processor)
-    return [2 * image_tokens(facts, counter) + text_bytes(facts, answers) / TOKEN_BYTES for facts in rows.facts]
-
-
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator[RowSize]:
@@ -179,77 +169,3 @@ def long_rows(
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)
     yield from (size for size in sizes if size.longest > limit)
-
-
-def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the sizes of a dataset's largest rows, the largest first, without unreadable rows."""
-    indices = range(min(len(rows), NUM_HEAVIEST))  # the rows of data.task are all similar
-    if isinstance(rows, FileDataset):
-        weights = estimated_weights(rows, processor, answers)
-        for index, weight in enumerate(weights):
-            if weight == math.inf:
-                sizes = row_sizes(rows, [index], processor, answers, [])
-                weights[index] = max((size.weight for size in sizes), default=0)
-        indices = sorted(range(len(rows)), key=lambda index: -weights[index])[:NUM_HEAVIEST]
-    sizes = row_sizes(rows, indices, processor, answers, unreadable=[])
-    return sorted(sizes, key=lambda size: -size.weight)
-
-
-def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
-    """Describe a dataset, such as "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
-
-    If skip_unreadable is False, an unreadable row raises ValueError.
-    """
-    unreadable: list[str] | None = [] if skip_unreadable else None
-    indices = rows_to_measure(rows, processor)
-    lengths = sorted(size.prompt_tokens for size in row_sizes(rows, indices, processor, answers, unreadable))
-    text = count_media(rows)
-    if lengths:
-        text += f"; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens"
-        if len(lengths) < len(rows):
-            text += f" ({len(lengths)} were measured)"
-    if unreadable:
-        text += (
-            f"; {counted(len(unreadable), 'unreadable row')} will be skipped (data.skip_unreadable), for example "
-            f"{unreadable[0]}"
-        )
-    return text
-
-
-def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
-    """Choose the rows that the summary measures: unreadable rows, and rows from the shortest to the longest.
-
-    Videos take long to open, so rows with videos are left out.
-    """
-    if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
-        return list(range(min(len(rows), NUM_SUMMARY)))
-    readable = []
-    unreadable = []
-    for index, weight in enumerate(estimated_weights(rows, processor)):
-        if weight < math.inf:
-            readable.append((weight, index))
-        elif not rows.facts[index].num_videos:
-            unreadable.append(index)
-    if not readable:
-        return unreadable
-    readable.sort()
-    last = len(readable) - 1
-    places = {round(last * i / (NUM_SUMMARY - 1)) for i in range(NUM_SUMMARY)}
-    return [*unreadable, *(readable[place][1] for place in sorted(places))]
-
-
-def count_media(rows: Dataset) -> str:
-    """Describe the numbers of rows, images and videos, such as "1204 (1200 with 1 image, 4 with no image)"."""
-    if isinstance(rows, FileDataset):
-        num_rows = sum(file.num_rows for file in rows.files)
-        if len(rows.files) > 1 or num_rows != len(rows):
-            return f"{len(rows)} selected out of {num_rows} in {counted(len(rows.files), 'file')}"
-        counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
-    else:  # the rows of data.task are all similar
-        counts = Counter({(len(rows[0].images), 0): len(rows)})
-    listed = []
-    for (num_images, num_videos), number in counts.items():
-        media = [counted(n, kind) for n, kind in ((num_images, "image"), (num_videos, "video")) if n]
-        listed.append((" and ".join(media) or "no image", number))
-    text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
-    return f"{len(rows)} ({text})" if len(counts) > 1 else text

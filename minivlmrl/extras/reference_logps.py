@@ -86,7 +86,7 @@ class ReferenceLogps(Callback):
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
-        world: World, notes: list[str],
+        world: World,
     ):  # fmt: skip
         self.datasets = datasets
 

@@ -53,9 +53,9 @@ class Callback:
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
-        world: World, notes: list[str],
+        world: World,
     ):  # fmt: skip
-        """Check the rows against the model that was just built; `notes` describe the rows, on rank 0."""
+        """Check the rows against the model that was just built."""
 
     def on_error(self, error: Exception):
         """See an error that ends the run; raise another exception to replace it."""

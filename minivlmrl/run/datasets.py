@@ -14,7 +14,6 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_field, did_you_mean, error_context
-from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -26,7 +25,6 @@ NEEDS = {
     "pairs": ("chosen", "rejected"),
     "labels": ("completion", "label"),
 }
-MAX_NAMES = 10  # columns that a note lists
 
 
 def load_datasets(
@@ -131,44 +129,6 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
                 f"data.columns renames {name!r}, but no row has this column; the columns are "
                 f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
             )
-
-
-def describe_unread(rows: Dataset) -> str | None:
-    """Return a note about the columns of a data file that nothing reads, or None if there are none."""
-    if not isinstance(rows, FileDataset):
-        return None
-    given = set().union(*(file.given for file in rows.files))
-    replaced = given & (REWARD_ARGUMENTS - {"images"})
-    names = sorted({*rows.unread} | replaced)
-    if not names:
-        return None
-    others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    listed = ", ".join(f"{name:.40}" for name in names[:MAX_NAMES])
-    note = f"no stage and no reward reads the columns {listed}{others}"
-    if replaced:
-        note += (
-            f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"
-        )
-    return note
-
-
-def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
-    """Return a note about rows whose texts spell a control token, or None if there are none.
-
-    Args:
-        structure: names of the control tokens that only a chat template may write.
-    """
-    if not isinstance(rows, FileDataset):
-        return None
-    spelled = [names for facts in rows.facts if (names := [name for name in facts.spelled if name in structure])]
-    if not spelled:
-        return None
-    names = sorted({name for names in spelled for name in names})
-    return (
-        f"{len(spelled)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded as "
-        "ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
-        "texts"
-    )
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:

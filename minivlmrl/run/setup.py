@@ -15,7 +15,7 @@ from minivlmrl.data.file_dataset import without_rows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import long_rows, summary
+from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -31,7 +31,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.datasets import check_shares, columns_read, describe_spelled, describe_unread, load_datasets
+from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.tasks.registry import get_task
@@ -60,7 +60,7 @@ def prepare(
     reads = columns_read(config, trainers)
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
     processor = build_processor(config, datasets)
-    datasets, row_texts = fit_rows(config, datasets, processor, world)
+    datasets = fit_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
     for callback in callbacks:
         callback.on_rows(config, datasets, processor, world)
@@ -68,7 +68,7 @@ def prepare(
     # weights
     model = build_weights(config, world, processor)
     for callback in callbacks:
-        callback.on_model(config, datasets, model, processor, world, row_texts)
+        callback.on_model(config, datasets, model, processor, world)
     world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")
     return model, processor, datasets
 
@@ -256,35 +256,23 @@ def check_positions(
             )
 
 
-def fit_rows(
-    config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
-) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers count, too.
-
-    Returns:
-        The remaining rows, and on rank 0 a summary of each dataset.
-    """
+def fit_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:
+    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers count, too."""
     max_tokens = config.data.max_prompt_tokens
+    if max_tokens is None:
+        return datasets
     fitted = {}
-    summaries = []
     for name, rows in datasets.items():
-        removed = []
-        fitted[name] = rows
-        answers = answers_of(config, name)
-        skips = config.data.skip_unreadable and name != "eval"
-        if name != "eval" and max_tokens is not None:
-            find = partial(long_rows, rows, processor, max_tokens, skips, answers)
-            removed = world.compute_on_rank_zero(lambda find=find: list(find()), "measure the rows")
-            fitted[name] = without_rows(rows, {size.index for size in removed})
-        if world.is_main:
-            text = summary(fitted[name], processor, skips, answers)
-            if removed:
-                examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
-                text += f"; {len(removed)} over data.max_prompt_tokens are left out: {examples}"
-            summaries.append(f"rows of {name}: {text}")
-            notes = [describe_unread(rows), describe_spelled(rows, processor.tokenizer.structure)]
-            summaries += [f"rows of {name}: {note}" for note in notes if note]
-    return fitted, summaries
+        if name == "eval":  # held-out rows stay, so that evaluations can be compared
+            fitted[name] = rows
+            continue
+        find = partial(long_rows, rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
+        removed = world.compute_on_rank_zero(lambda find=find: list(find()), "measure the rows")
+        fitted[name] = without_rows(rows, {size.index for size in removed})
+        if removed and world.is_main:
+            examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
+            print(f"rows of {name}: {len(removed)} over data.max_prompt_tokens are left out: {examples}", flush=True)
+    return fitted
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):

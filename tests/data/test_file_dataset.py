@@ -13,11 +13,13 @@ from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
-from minivlmrl.data.row_sizes import heaviest_rows, long_rows, summary
+from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check.preflight import check_truths
+from minivlmrl.extras.check.row_notes import describe_spelled, describe_unread, summary
+from minivlmrl.extras.memory.memory_check import heaviest_rows
 from minivlmrl.rewards.columns import reward_columns
-from minivlmrl.run.datasets import describe_spelled, describe_unread, load_datasets
+from minivlmrl.run.datasets import load_datasets
 from minivlmrl.tasks import shapes
 from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 

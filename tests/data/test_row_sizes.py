@@ -6,7 +6,8 @@ import pytest
 from minivlmrl.data.file_dataset import FileDataset, without_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
-from minivlmrl.data.row_sizes import long_rows, summary
+from minivlmrl.data.row_sizes import long_rows
+from minivlmrl.extras.check.row_notes import summary
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines

@@ -11,11 +11,11 @@ from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize, heaviest_rows
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.estimate import MemoryQuestion
 from minivlmrl.extras.memory.largest_batch import largest_rows, try_largest_batches
-from minivlmrl.extras.memory.memory_check import MemoryCheck
+from minivlmrl.extras.memory.memory_check import MemoryCheck, heaviest_rows
 from minivlmrl.extras.memory.out_of_memory import OutOfMemory, OutOfMemoryReport
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run import loop

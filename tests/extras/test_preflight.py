@@ -133,17 +133,16 @@ def test_a_solution_is_compared_only_by_the_rewards_of_its_file(write_rows):
         check_truths(RunConfig(), {"grpo": "prompts"}, {"grpo": compared})
 
 
-def test_long_prompts_are_skipped_and_reported(write_rows):
+def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
-    datasets, [summary] = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
-    rows = datasets["grpo"]
+    rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     limit_epochs(config, {"grpo": rows})
     assert config.grpo.max_steps == 2
-    said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
-    assert re.search(said, summary)
+    said = r"rows of grpo: 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tokens\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(ValueError, match=r"no rows remain in the dataset; check .*max_prompt_tokens"):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
@@ -164,7 +163,7 @@ def test_an_epoch_takes_all_rows_however_often_a_rollout_is_used(stage, options,
     ("dpo", {"chosen": "x " * 60, "rejected": "x"}), ("reward_model", {"chosen": "x", "rejected": "x " * 60}),
     ("sft", {"problem": "a " * 60, "completion": "x"}),
 ], ids=str)  # fmt: skip
-def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long):
+def test_a_given_answer_counts_with_its_prompt(write_rows, capsys, stage, long):
     short = {"problem": "a", "image": "red.png", "completion": "x", "chosen": "x", "rejected": "y"}
     config = RunConfig(stages=[stage])
     trainer = find_trainer(stage, config)
@@ -178,10 +177,10 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long):
     assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in answers)
     for limit, kept in ((length - 1, 1), (length, 2)):
         config.data.max_prompt_tokens = limit
-        fitted, [summary] = fit_rows(config, {stage: rows}, PROCESSOR, ONE)
+        fitted = fit_rows(config, {stage: rows}, PROCESSOR, ONE)
         assert len(fitted[stage]) == kept
         out = f"1 over data.max_prompt_tokens are left out: {rows[1].where}: {length} tokens"
-        assert (out in summary) == (kept == 1)
+        assert (out in capsys.readouterr().out) == (kept == 1)
 
 
 def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):

@@ -41,7 +41,7 @@ def run(home, tmp_path):
 def leave_out(patch):
     """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
     patch.setattr("minivlmrl.extras.report.write_page", lambda *_: None)
-    patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
+    patch.setattr("minivlmrl.extras.check.preflight.describe_rows", lambda *_: ())
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
 
 

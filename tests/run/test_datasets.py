@@ -79,7 +79,7 @@ def open_rows_on_rank(folder, options, world):
         setattr(module, name, recorded(getattr(module, name)))
     config = RunConfig(data=DataOptions(train_file=str(folder / "rows.jsonl"), max_prompt_tokens=60))
     found = datasets.load_datasets(config, {"grpo": "prompts"}, world=world)
-    rows = fit_rows(config, found, Processor(tokenizer(), ImageProcessor()), world)[0]["grpo"]
+    rows = fit_rows(config, found, Processor(tokenizer(), ImageProcessor()), world)["grpo"]
     lines = [rows.read(i)[0].where[-1] for i in range(len(rows))]
     config.data.train_file = str(folder / "missing.jsonl")
     with pytest.raises(ValueError) as raised:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
@@ -19,6 +19,7 @@ from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import USER_FILES, error_context
 from minivlmrl.extras.check.effects import options_without_effect
+from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
@@ -43,6 +44,7 @@ class Preflight(Callback):
             describe_hardware(config, world)
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
+        world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)), "measure the rows")
         needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
         with fresh_import():
             try:
@@ -57,15 +59,19 @@ class Preflight(Callback):
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
-        world: World, notes: list[str],
+        world: World,
     ):  # fmt: skip
         trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
         if world.is_main:
             describe_model(config, model)
             describe_thought(processor)
-            boxes = describe_boxes(trainers, datasets, processor)
-            for note in [*collect_notes(config, trainers, datasets), *boxes, *notes]:
-                print(note, flush=True)
+            print_all(collect_notes(config, trainers, datasets))
+            print_all(describe_boxes(trainers, datasets, processor))
+
+
+def print_all(notes: Iterable[str]):
+    for note in notes:
+        print(note, flush=True)
 
 
 @contextmanager
@@ -189,26 +195,6 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
     for options, reason in options_without_effect(config, trainers):
         yield f"{', '.join(options)}: no effect, because {reason}"
     yield from find_mistakes(config, datasets)
-
-
-def describe_boxes(
-    trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
-) -> Iterator[str]:
-    """Yield a note for each stage that trains on answers with boxes: the unit in which the model reads them."""
-    for stage, trainer in trainers.items():
-        rows = datasets[stage]
-        if not isinstance(rows, FileDataset):
-            continue
-        for facts in rows.facts:
-            boxes = [facts.boxes[name] for name in trainer.answers if name in facts.boxes]
-            if boxes:
-                space = facts.box_space or processor.box_space
-                yield (
-                    f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained as they are. The "
-                    f"unit of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
-                    "file"
-                )
-                break
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:

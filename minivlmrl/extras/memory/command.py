@@ -215,7 +215,7 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
     trainers = find_trainers(run)
     datasets = load_datasets(run, {stage: trainer.needs for stage, trainer in trainers.items()})
     processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), run)
-    return fit_rows(run, datasets, processor, World())[0], processor
+    return fit_rows(run, datasets, processor, World()), processor
 
 
 def build_parser() -> argparse.ArgumentParser:

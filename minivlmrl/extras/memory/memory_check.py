@@ -1,5 +1,6 @@
 """Check before training that a run fits into GPU memory and on the disk; if not, the error names options to change."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize, heaviest_rows
+from minivlmrl.data.row_sizes import RowSize, row_sizes
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.check.row_notes import estimated_weights
 from minivlmrl.extras.memory.estimate import (
     GB,
     MemoryEstimator,
@@ -35,6 +38,7 @@ from minivlmrl.trainers.base import Trainer
 
 # names of a step's phases in the memory estimate, and the matching names in memory/out_of_memory.py
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
+NUM_HEAVIEST = 64  # rows that are measured
 # items of a memory estimate that are models
 MODELS = "weights", "reference", "critic", "policy"
 
@@ -84,6 +88,20 @@ def measure_datasets(
     answers = question.trainer.answers
     rows = heaviest_rows(datasets[question.stage], processor, answers)
     return rows, heaviest_rows(datasets.get("eval", ()), processor, answers)
+
+
+def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
+    """Return the sizes of a dataset's largest rows, the largest first, without unreadable rows."""
+    indices = range(min(len(rows), NUM_HEAVIEST))  # the rows of data.task are all similar
+    if isinstance(rows, FileDataset):
+        weights = estimated_weights(rows, processor, answers)
+        for index, weight in enumerate(weights):
+            if weight == math.inf:
+                sizes = row_sizes(rows, [index], processor, answers, [])
+                weights[index] = max((size.weight for size in sizes), default=0)
+        indices = sorted(range(len(rows)), key=lambda index: -weights[index])[:NUM_HEAVIEST]
+    sizes = row_sizes(rows, indices, processor, answers, unreadable=[])
+    return sorted(sizes, key=lambda size: -size.weight)
 
 
 def refusal(question: MemoryQuestion, available: float) -> str:

@@ -1,0 +1,154 @@
+"""Describe the rows of a run before the first step: their numbers and lengths, unread columns, and boxes."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import image_tokens, patch_counter, row_sizes, text_bytes
+from minivlmrl.data.rows import Dataset
+from minivlmrl.errors import counted
+from minivlmrl.rewards.columns import REWARD_ARGUMENTS
+from minivlmrl.run.setup import answers_of
+from minivlmrl.trainers.base import Trainer
+
+MAX_NAMES = 10  # columns that a note lists
+NUM_MEASURED = 16  # rows that are measured for the summary
+TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
+
+
+def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
+    """Yield a summary of the rows of each stage, and notes about what a stage would not read as it is written.
+
+    Raises:
+        ValueError: a row is unreadable, and data.skip_unreadable is False.
+    """
+    for name, rows in datasets.items():
+        skips = config.data.skip_unreadable and name != "eval"
+        yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
+        if isinstance(rows, FileDataset):
+            for note in (describe_unread(rows), describe_spelled(rows, processor.tokenizer.structure)):
+                if note is not None:
+                    yield f"rows of {name}: {note}"
+
+
+def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
+    """Describe a dataset, such as "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
+
+    If skip_unreadable is False, an unreadable row raises ValueError.
+    """
+    unreadable: list[str] | None = [] if skip_unreadable else None
+    indices = rows_to_measure(rows, processor)
+    lengths = sorted(size.prompt_tokens for size in row_sizes(rows, indices, processor, answers, unreadable))
+    text = count_media(rows)
+    if lengths:
+        text += f"; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens"
+        if len(lengths) < len(rows):
+            text += f" ({len(lengths)} were measured)"
+    if unreadable:
+        text += (
+            f"; {counted(len(unreadable), 'unreadable row')} will be skipped (data.skip_unreadable), for example "
+            f"{unreadable[0]}"
+        )
+    return text
+
+
+def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
+    """Choose the rows that the summary measures: unreadable rows, and rows from the shortest to the longest.
+
+    Videos take long to open, so rows with videos are left out.
+    """
+    if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
+        return list(range(min(len(rows), NUM_MEASURED)))
+    readable = []
+    unreadable = []
+    for index, weight in enumerate(estimated_weights(rows, processor)):
+        if weight < math.inf:
+            readable.append((weight, index))
+        elif not rows.facts[index].num_videos:
+            unreadable.append(index)
+    if not readable:
+        return unreadable
+    readable.sort()
+    last = len(readable) - 1
+    places = {round(last * i / (NUM_MEASURED - 1)) for i in range(NUM_MEASURED)}
+    return [*unreadable, *(readable[place][1] for place in sorted(places))]
+
+
+def count_media(rows: Dataset) -> str:
+    """Describe the numbers of rows, images and videos, such as "1204 (1200 with 1 image, 4 with no image)"."""
+    if isinstance(rows, FileDataset):
+        num_rows = sum(file.num_rows for file in rows.files)
+        if len(rows.files) > 1 or num_rows != len(rows):
+            return f"{len(rows)} selected out of {num_rows} in {counted(len(rows.files), 'file')}"
+        counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
+    else:  # the rows of data.task are all similar
+        counts = Counter({(len(rows[0].images), 0): len(rows)})
+    listed = []
+    for (num_images, num_videos), number in counts.items():
+        media = [counted(n, kind) for n, kind in ((num_images, "image"), (num_videos, "video")) if n]
+        listed.append((" and ".join(media) or "no image", number))
+    text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
+    return f"{len(rows)} ({text})" if len(counts) > 1 else text
+
+
+def estimated_weights(rows: FileDataset, processor: Processor, answers: Sequence[str] = ()) -> list[float]:
+    """Estimate the weight of each row from its facts, see RowSize.weight; infinity for a row that must be read."""
+    counter = patch_counter(processor)
+    return [2 * image_tokens(facts, counter) + text_bytes(facts, answers) / TOKEN_BYTES for facts in rows.facts]
+
+
+def describe_unread(rows: FileDataset) -> str | None:
+    """Return a note about the columns of a data file that nothing reads, or None if there are none."""
+    given = set().union(*(file.given for file in rows.files))
+    replaced = given & (REWARD_ARGUMENTS - {"images"})
+    names = sorted({*rows.unread} | replaced)
+    if not names:
+        return None
+    others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    listed = ", ".join(f"{name:.40}" for name in names[:MAX_NAMES])
+    note = f"no stage and no reward reads the columns {listed}{others}"
+    if replaced:
+        note += (
+            f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"
+        )
+    return note
+
+
+def describe_spelled(rows: FileDataset, structure: Collection[str]) -> str | None:
+    """Return a note about rows whose texts spell a control token, or None if there are none.
+
+    Args:
+        structure: names of the control tokens that only a chat template may write.
+    """
+    spelled = [names for facts in rows.facts if (names := [name for name in facts.spelled if name in structure])]
+    if not spelled:
+        return None
+    names = sorted({name for names in spelled for name in names})
+    return (
+        f"{len(spelled)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded as "
+        "ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
+        "texts"
+    )
+
+
+def describe_boxes(
+    trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
+) -> Iterator[str]:
+    """Yield a note for each stage that trains on answers with boxes: the unit in which the model reads them."""
+    for stage, trainer in trainers.items():
+        rows = datasets[stage]
+        if not isinstance(rows, FileDataset):
+            continue
+        for facts in rows.facts:
+            boxes = [facts.boxes[name] for name in trainer.answers if name in facts.boxes]
+            if boxes:
+                space = facts.box_space or processor.box_space
+                yield (
+                    f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained as they are. The "
+                    f"unit of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
+                    "file"
+                )
+                break
