@@ -40,7 +40,7 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
     showing = [name for name, answer in answers.items() if shows_media(answer)]
     for name in showing:
         with error_context(f"column {column_of(name, place)!r}"):
-            conversation, media = place_media([*prompt, *answers[name]], row_media, options)
+            conversation, media = place_media([*prompt, *as_turns(answers[name])], row_media, options)
             messages = conversation[: len(prompt)]
             answers[name] = take_images(conversation[len(prompt) :], media)
     if not showing:  # all images of the row belong to the prompt

@@ -19,6 +19,7 @@ from minivlmrl.data.video import outline_video
 from minivlmrl.errors import counted, error_context
 
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
+TOKEN_BYTES = 3  # text bytes per token, roughly, for estimates that only order rows
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
 
 
-def text_bytes(facts: RowFacts, answers: Sequence[str]) -> int:
+def text_bytes(facts: RowFacts, answers: Sequence[str] = ()) -> int:
     """Return the bytes in the texts of a row's prompt and of the given answers."""
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 

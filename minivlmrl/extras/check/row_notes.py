@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import image_tokens, patch_counter, row_sizes, text_bytes
+from minivlmrl.data.row_sizes import TOKEN_BYTES, image_tokens, patch_counter, row_sizes, text_bytes
 from minivlmrl.data.rows import Dataset
 from minivlmrl.errors import counted
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
@@ -16,7 +16,6 @@ from minivlmrl.trainers.base import Trainer
 
 MAX_NAMES = 10  # columns that a note lists
 NUM_MEASURED = 16  # rows that are measured for the summary
-TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
@@ -62,12 +61,14 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
     """
     if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
         return list(range(min(len(rows), NUM_MEASURED)))
-    readable = []
+    counter = patch_counter(processor)
+    readable = []  # (estimated tokens in the prompt, index of the row)
     unreadable = []
-    for index, weight in enumerate(estimated_weights(rows, processor)):
-        if weight < math.inf:
-            readable.append((weight, index))
-        elif not rows.facts[index].num_videos:
+    for index, facts in enumerate(rows.facts):
+        num_tokens = image_tokens(facts, counter) + text_bytes(facts) / TOKEN_BYTES
+        if num_tokens < math.inf:
+            readable.append((num_tokens, index))
+        elif not facts.num_videos:
             unreadable.append(index)
     if not readable:
         return unreadable
@@ -92,12 +93,6 @@ def count_media(rows: Dataset) -> str:
         listed.append((" and ".join(media) or "no image", number))
     text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
     return f"{len(rows)} ({text})" if len(counts) > 1 else text
-
-
-def estimated_weights(rows: FileDataset, processor: Processor, answers: Sequence[str] = ()) -> list[float]:
-    """Estimate the weight of each row from its facts, see RowSize.weight; infinity for a row that must be read."""
-    counter = patch_counter(processor)
-    return [2 * image_tokens(facts, counter) + text_bytes(facts, answers) / TOKEN_BYTES for facts in rows.facts]
 
 
 def describe_unread(rows: FileDataset) -> str | None:

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize, row_sizes
+from minivlmrl.data.row_sizes import TOKEN_BYTES, RowSize, image_tokens, patch_counter, row_sizes, text_bytes
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.check.row_notes import estimated_weights
 from minivlmrl.extras.memory.estimate import (
     GB,
     MemoryEstimator,
@@ -94,11 +93,14 @@ def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = 
     """Return the sizes of a dataset's largest rows, the largest first, without unreadable rows."""
     indices = range(min(len(rows), NUM_HEAVIEST))  # the rows of data.task are all similar
     if isinstance(rows, FileDataset):
-        weights = estimated_weights(rows, processor, answers)
-        for index, weight in enumerate(weights):
+        counter = patch_counter(processor)
+        weights = []
+        for index, facts in enumerate(rows.facts):
+            weight = 2 * image_tokens(facts, counter) + text_bytes(facts, answers) / TOKEN_BYTES
             if weight == math.inf:
-                sizes = row_sizes(rows, [index], processor, answers, [])
-                weights[index] = max((size.weight for size in sizes), default=0)
+                sizes = row_sizes(rows, [index], processor, answers, unreadable=[])
+                weight = max((size.weight for size in sizes), default=0)
+            weights.append(weight)
         indices = sorted(range(len(rows)), key=lambda index: -weights[index])[:NUM_HEAVIEST]
     sizes = row_sizes(rows, indices, processor, answers, unreadable=[])
     return sorted(sizes, key=lambda size: -size.weight)
