@@ -5,6 +5,7 @@ reference. They are written to reference_logps.safetensors in output_dir, where 
 bring its own sums, as TRL's columns ref_chosen_logps and ref_rejected_logps.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import phase
+from minivlmrl.errors import check_field, error_context, phase
 from minivlmrl.files import digest, save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -114,6 +115,11 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.config.micro_batch_size):
         group = trainer.micro_batch([rows[index] for index in part]).group
+        if trainer.config.ld_alpha is not None and (prompt := next(filter(sums_of, group.prompts), None)):
+            raise ValueError(
+                f"{prompt.row.where}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
+                "dpo.ld_alpha weights the tokens of an answer; leave out the columns or the option"
+            )
         if all(sums_of(prompt) for prompt in group.prompts) and not trainer.run.uses_fsdp:
             continue
         logps, _ = per_token_logps(trainer.policy, group)
@@ -140,11 +146,20 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return the sums of log-probabilities, in nats, that a row brings for its chosen and rejected answer."""
-    if prompt.row is None:
+    """Return the sums of log-probabilities, in nats, that a row brings for its chosen and rejected answer.
+
+    Raises:
+        ValueError: only one of the two columns has a value, or a value is not a log-probability.
+    """
+    given = {} if prompt.row is None else {name: prompt.row.columns.get(name) for name in COLUMNS}
+    if all(value is None for value in given.values()):
         return None
-    chosen, rejected = (prompt.row.columns.get(name) for name in COLUMNS)
-    return None if chosen is None or rejected is None else (chosen, rejected)
+    with error_context(prompt.row.where or "row"):
+        for name, value in given.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            check_field(is_number and -math.inf < value <= 0, f"column {name!r}", value, "a number of at most 0")
+    chosen, rejected = given.values()
+    return chosen, rejected
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:

@@ -49,7 +49,6 @@ class RewardTrainer(PairTrainer):
     """
 
     stage = "reward_model"
-    columns = ("margin",)
     config_type = RewardModelOptions
     config: RewardModelOptions
     trains_policy = False
@@ -60,6 +59,10 @@ class RewardTrainer(PairTrainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
+
+    @staticmethod
+    def columns(config: RewardModelOptions) -> tuple[str, ...]:
+        return ("margin",)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}

@@ -64,7 +64,8 @@ def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str
     if run.sampling.environment or own_stages or any(reward.receives_all for reward in rewards):
         return None
     needed = [NEEDS[trainer.needs] for trainer in stages.values()]
-    return {*chain(*needed, *(trainer.columns for trainer in stages.values()), *(r.optional_columns for r in rewards))}
+    more = [trainer.columns(getattr(run, name)) for name, trainer in stages.items()]
+    return {*chain(*needed, *more, *(reward.optional_columns for reward in rewards))}
 
 
 def _load_datasets(

@@ -136,7 +136,6 @@ class Trainer:
     stage: str  # the stage's name, and its section's name in a recipe
     config_type = TrainingOptions  # dataclass with the stage section's options
     needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
-    columns: tuple[str, ...] = ()  # further columns that the stage reads, if a row has them
     answers: tuple[str, ...] = ()  # fields of Row with the answers to train on; empty if completions are sampled
     samples_completions = False  # True if the stage samples completions and scores them
     trains_policy = True  # False if the stage trains a separate model, but not the policy
@@ -169,6 +168,11 @@ class Trainer:
     def has_reference(config) -> bool:
         """Return True if the stage needs a reference model with the given options."""
         return False
+
+    @staticmethod
+    def columns(config) -> tuple[str, ...]:
+        """Return further columns that the stage reads with the given options, if a row has them."""
+        return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         """Yield the optimizer steps of a stage, one or more for each batch of rows."""

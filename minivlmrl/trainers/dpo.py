@@ -20,7 +20,6 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    columns = ("ref_chosen_logps", "ref_rejected_logps")  # read with precompute_ref_log_probs
     # An SFT loss that is added to DPO is averaged over the tokens of chosen answers, which are rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
@@ -39,6 +38,10 @@ class DPOTrainer(PairTrainer):
     @staticmethod
     def has_reference(config: DPOOptions) -> bool:
         return not (config.reference_free or config.precompute_ref_log_probs)
+
+    @staticmethod
+    def columns(config: DPOOptions) -> tuple[str, ...]:
+        return ("ref_chosen_logps", "ref_rejected_logps") if config.precompute_ref_log_probs else ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config

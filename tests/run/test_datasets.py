@@ -112,7 +112,7 @@ def used(completions, **columns):
 
 @pytest.mark.parametrize(("stages", "rewards", "reads"), [
     (["sft"], ["accuracy"], {"completion"}),
-    (["dpo", "reward_model"], [], {"chosen", "rejected", "margin", *DPOTrainer.columns}),
+    (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
     (["grpo"], ["own.py:unused"], None),  # it receives every column
     (["grpo"], ["own.py:used"], None),
@@ -126,3 +126,12 @@ def test_the_columns_that_stages_and_rewards_read(tmp_path, stages, rewards, rea
     run.rewards = dict.fromkeys(here[len(stages) :], 1.0)
     found = datasets.columns_read(run, find_trainers(run))
     assert found is None if reads is None else found - {"columns"} == reads
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_sums_of_a_reference_are_read_with_their_option(stores):
+    """Without the option, a note names the columns, because the run computes with its own reference."""
+    run = load_config(ROOT / "recipes" / "shapes_dpo.yaml", [f"--dpo.precompute_ref_log_probs={stores}"])
+    found = datasets.columns_read(run, find_trainers(run)) or set()
+    assert {"ref_chosen_logps", "ref_rejected_logps"} & found == set(DPOTrainer.columns(run.dpo))
+    assert len(DPOTrainer.columns(run.dpo)) == (2 if stores else 0)
