@@ -1,6 +1,7 @@
-"""Write every generated page and image in docs/: python -m docs.scripts.make_pages
+"""Write the generated pages and images of docs/ that need no run: python -m docs.scripts.make_pages
 
-A test in tests/repository/test_docs.py fails if a file in docs/ differs from its generated text.
+A test in tests/repository/test_docs.py fails if a file in docs/ differs from its generated text. The scripts first_run
+and screenshots need a run, and the page of the script step is not stored, so these three are commands of their own.
 """
 
 from docs.scripts import diagrams, notebooks, walkthrough
