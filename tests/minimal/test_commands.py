@@ -1,5 +1,6 @@
 """Run the commands of minimal.py on tiny folders and rows."""
 
+import importlib.util
 import json
 import random
 import re
@@ -58,6 +59,17 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
     assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
 
 
+def test_the_seed_determines_the_run(tiny, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(minimal, "reward", lambda text, solution: len(text) % 3 / 2)  # no random answer is right
+    weights = []
+    for seed, state in ((1, 5), (1, 6), (2, 6)):
+        torch.manual_seed(state)
+        random.seed(state)
+        main(tiny, rows, *OPTIONS, f"--seed={seed}", f"--output_dir={tmp_path}")
+        weights.append(load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
 def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
     load, save, sample = minimal.load_file, minimal.save_file, minimal.sample  # safetensors cannot use this GPU
@@ -75,6 +87,17 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
     for name, weight in load_file(tmp_path / "gpu" / "model.safetensors").items():
         # AdamW moves a weight by the sign of its gradient, and the sign of a gradient of nearly 0 may differ
         assert ((weight - expected[name]).abs() > 1e-4).double().mean() < 1e-3, name
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_products_are_computed_in_bfloat16_on_a_gpu_alone(on_gpu):
+    spec = importlib.util.spec_from_file_location("minimal_again", minimal.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with PretendCuda() if on_gpu else nullcontext():
+        spec.loader.exec_module(module)
+        with module.in_bfloat16:
+            assert torch.is_autocast_enabled("cuda") is on_gpu
+            assert not on_gpu or torch.get_autocast_dtype("cuda") is torch.bfloat16
 
 
 @pytest.fixture
