@@ -312,6 +312,27 @@ def test_a_row_of_another_layout_names_the_command(write_rows, row):
         FileDataset(write_rows(row))
 
 
+def test_a_row_has_one_prompt_and_one_completion(write_rows):
+    """Turns in `messages` that end with the user have their answer in `completion`."""
+    [row] = FileDataset(write_rows({"messages": [HI], "completion": "yes"}))
+    assert row.messages == [user([text(HI["content"])])] and row.completion == "yes"
+    for columns, names in (({"messages": [HI, YES], "completion": "no"}, "'messages' and 'completion'"),
+                           ({"problem": "a", "messages": [HI]}, "'problem' and 'messages'")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: the row has both columns {names}, but only one"):
+            FileDataset(write_rows(columns))
+
+
+def test_an_error_that_convert_cannot_cure_does_not_name_the_command(write_rows):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion': an answer is empty or blank") as error:
+        FileDataset(write_rows({"problem": "a", "completion": " "}))
+    assert "minivlmrl convert" not in str(error.value)
+
+
+def test_a_constant_replaces_a_column_of_the_file(write_rows):
+    rows = FileDataset(write_rows({"problem": "a", "row_rewards": [5], "n": 1}), constants={"row_rewards": None})
+    assert rows[0].columns == {"problem": "a", "row_rewards": None, "n": 1}
+
+
 def test_lists_that_are_answers_stay_texts(write_rows):
     for text_ in ("[1, 2, 5, 6]", '[{"bbox_2d": [1, 2, 5, 6], "label": "cat"}]', "['cat', 'dog']", '["cat"]'):
         [row] = FileDataset(write_rows({"problem": "a", "completion": text_}))
@@ -406,6 +427,9 @@ def test_what_a_stage_or_a_reward_reads_is_kept(write_rows):
     options = {"reads": ("tools", "level"), "columns": {"options": "options"}}
     rows = FileDataset(write_rows(row), ("problem",), **options)
     assert rows[0].columns == row and rows.unread == ["id", "tags"]
+    assert FileDataset(write_rows({"problem": "a", "id": None, "n": 1}), columns={"n": "m"}, reads=()).unread == []
+    read = {"messages": [HI, YES], "image": "red.png", "system": "b", "box_space": "unit"}
+    assert FileDataset(write_rows(read), reads=()).unread == ["completion"]
     assert FileDataset(write_rows(row | {"tools": None, "options": None})).unread == []
     labelled = write_rows({"problem": "a", "completion": "b", "label": False})
     assert FileDataset(labelled).unread == FileDataset(labelled, reads=("label", "completion")).unread == []
