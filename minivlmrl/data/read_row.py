@@ -97,7 +97,10 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
     for turn in text_or_turns:
         turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
         if isinstance(turn["content"], list):
-            turn["content"] = [{key: part[key] for key in part if part[key] is not None} for part in turn["content"]]
+            parts = []
+            for part in turn["content"]:
+                parts.append({key: value for key, value in part.items() if value is not None})
+            turn["content"] = parts
         turns.append(turn)
     return turns
 

@@ -59,12 +59,19 @@ def split_of(path: str | Path) -> tuple[Path, str | None]:
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
     """Return the end of an error message: "convert the file once with `minivlmrl convert ...`"."""
+    options = {}
+    if format:
+        options["format"] = format
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
-    options = {"format": format, "columns": renamed and json.dumps(renamed)}
-    given = {name: _for_shell(value) for name, value in options.items() if value}
-    command = " ".join([_for_shell(str(path)), *(f"--{name}={value}" for name, value in given.items())])
-    also = f", without these values of {' and '.join(f'data.{name}' for name in given)}" if given else ""
-    return f"convert the file once with `minivlmrl convert {command}`, and use the new file{also}"
+    if renamed:
+        options["columns"] = json.dumps(renamed)
+    command = f"minivlmrl convert {_for_shell(str(path))}"
+    for name, value in options.items():
+        command += f" --{name}={_for_shell(value)}"
+    advice = f"convert the file once with `{command}`, and use the new file"
+    if options:
+        advice += f", without these values of {' and '.join(f'data.{name}' for name in options)}"
+    return advice
 
 
 def _for_shell(text: str) -> str:
@@ -123,7 +130,8 @@ class Lines:
     def split_list(self, content: str) -> list[tuple[int, str]]:
         """Return (line number, text) of each item in a JSON list. The list may have line breaks anywhere."""
         rows = []
-        separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
+        separator = SEPARATOR.search(content)  # the opening bracket, later the commas
+        start = 0
         line_number = 1
         while separator and separator[1] != "]":
             line_number += content.count("\n", start, separator.end())

@@ -74,19 +74,22 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     given = [getattr(row, name) for name in answers if getattr(row, name)]
     encoded = [encode_completion(counter, row.messages, answer, row.images, row.videos) for answer in given]
     turns = [turn for completion in encoded for turn in completion.turns or [completion]]
-    longest = [len(turn.ids) + (len(turn.prompt.input_ids) if turn.prompt else prompt_tokens) for turn in turns]
-    words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
+    longest = prompt_tokens
+    for turn in turns:
+        turn_prompt = len(turn.prompt.input_ids) if turn.prompt else prompt_tokens
+        longest = max(longest, turn_prompt + len(turn.ids))
+    media = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
         frames = video.read(counter.image_processor).frames
-        words.append(f"a video of {counted(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
+        media.append(f"a video of {counted(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
     return RowSize(
         text_tokens=prompt_tokens - image_tokens,
         image_tokens=image_tokens,
         frames=max(int(grids[:, 0].sum()), 1),
         answer_tokens=max((len(completion.ids) for completion in encoded), default=None),
-        longest=max(longest, default=prompt_tokens),
+        longest=longest,
         where=row.where,
-        media=", ".join(words[:3]) + (", ..." if len(words) > 3 else ""),
+        media=", ".join([*media[:3], "..."] if len(media) > 3 else media),
         has_videos=bool(row.videos),
     )
 
@@ -100,15 +103,17 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
     Raises:
         ValueError: an image is unreadable, or the processor refuses its size.
     """
-    file, line = rows.facts[index].file, rows.facts[index].line
+    facts = rows.facts[index]
+    file = facts.file
     if file.processor is not processor:
-        file.processor, file.sizes = processor, {}
-    sizes = file.sizes.setdefault(line, {})
+        file.processor = processor
+        file.sizes = {}
+    sizes = file.sizes.setdefault(facts.line, {})
     if not answers and sizes:  # the row was measured with its answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
-        row = file.load(line, read_header, outline_video)
+        row = file.load(facts.line, read_header, outline_video)
         with error_context(row.where):
             sizes[tuple(answers)] = row_size(row, processor, answers)
     return replace(sizes[tuple(answers)], index=index)

@@ -59,7 +59,9 @@ def reward_columns(
         {name: n = B * G values}: the columns of the rows, with None for columns that a row lacks, and the arguments of
         RewardArguments. A column with the name of such an argument is not passed.
     """
-    flat, row_of_each, extents = [], [], []
+    flat = []
+    row_of_each = []
+    extents = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         flat += group
         row_of_each += [row] * len(group)

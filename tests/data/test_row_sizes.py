@@ -69,6 +69,13 @@ def test_the_shortest_the_longest_and_all_unreadable_rows_are_measured(rows, tmp
     assert found.startswith(f"{expected}; 2 unreadable rows will be skipped")
 
 
+def test_images_of_an_answer_are_no_images_of_the_prompt(rows, tmp_path):
+    rows([(28, 28)], [])
+    shown = [assistant("a"), user([{"type": "image", "image": "0_0.png"}]), assistant("b")]
+    write_lines(tmp_path / "rows.jsonl", [{"problem": "a", "completion": shown}])
+    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR).startswith("1 with no image; ")
+
+
 def test_videos_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
     write_lines(tmp_path / "rows.jsonl", lines)
