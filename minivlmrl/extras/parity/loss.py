@@ -16,7 +16,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.loss_search import as_step, find_names
+from minivlmrl.extras.parity.loss_search import as_step, examples, find_names
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
@@ -143,6 +143,8 @@ def judge(
     verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
     if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
         verdict.broken = broken_laws(my_loss, tolerance, kind, only)
+        if not verdict.broken:
+            verdict.names += examples(steps)
         if kind == "grpo":
             verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
     return verdict

@@ -201,7 +201,9 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
         lines += [f"  or: {text}" for text in alternatives(first, others)[: TIED - 1]]
         lines.append(f"  effect: {first.of.effect}")
         lines += [f"  done by: {first.of.who}"] * (first.kind == "design")
-    if not parts:
-        answer = max((computed("loss", step, {}) for step in steps), key=count_wrong)
-        lines = [says, *(f"  {text}" for text in where(answer))]
-    return [part[0].kind for part in parts], lines
+    return [part[0].kind for part in parts], lines or [says]
+
+
+def examples(steps: list[Dump]) -> list[str]:
+    """Return lines about numbers of the test case in which most numbers are wrong."""
+    return [f"  {text}" for text in where(max((computed("loss", step, {}) for step in steps), key=count_wrong))]

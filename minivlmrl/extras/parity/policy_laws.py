@@ -219,11 +219,9 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
-    """Return the tokens whose weights are not those of a gate."""
+    """Return the tokens whose weights are not those of a gate. NaN is the business of another law."""
     pairs = [(token, gate.expected(token.ratio, token.advantage)) for token in tokens]
-    return [
-        token for token, expected in pairs if not abs(token.weight - expected) <= tolerance * max(1.0, abs(expected))
-    ]
+    return [token for token, expected in pairs if abs(token.weight - expected) > tolerance * max(1.0, abs(expected))]
 
 
 def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Token]]:
