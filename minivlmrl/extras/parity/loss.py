@@ -111,8 +111,36 @@ def judge(
         result = compare(my_loss, options, batch, value, slope)
         results.append((case, options, result))
         steps.append(as_step(batch, options, result.loss, result.gradient, tolerance, result.read))
+    varied = varied_options(results)
+    verdict = differences_of(results, varied, tolerance)
+    if not verdict.differences:
+        verdict.broken = broken_laws(my_loss, tolerance, kind, only)  # what the recorded cases cannot show
+        return verdict
+    verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
+    if verdict.kinds:
+        return verdict
+    errors = [(options, result.error) for _, options, result in results]
+    settings = [name for name in SETTINGS if name in varied or name in only]
+    candidates = closest_losses(errors, settings, tolerance)
+    verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
+    if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
+        verdict.broken = broken_laws(my_loss, tolerance, kind, only)
+        if not verdict.broken:
+            verdict.names = [*verdict.names, *examples(steps)]
+        if kind == "grpo":
+            hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
+            verdict.names = [*verdict.names, hint]
+    return verdict
+
+
+def varied_options(results: list[tuple[str, dict, "Comparison"]]) -> list[str]:
+    """Return the names of the options that are not the same in all test cases."""
     first = results[0][1]
-    varied = [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
+    return [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
+
+
+def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[str], tolerance: float) -> Verdict:
+    """Return a verdict that lists the differing cases."""
     differences = []
     for case, options, result in results:
         if result.error > tolerance:
@@ -122,32 +150,20 @@ def judge(
         [options for _, options, result in results if (result.error > tolerance) == differs]
         for differs in (False, True)
     )
-    verdict = Verdict(len(results), differences, where=shared(differing, agreeing))
-    if not differences:
-        verdict.broken = broken_laws(my_loss, tolerance, kind, only)  # what the recorded cases cannot show
-        return verdict
-    if all(result.gradient_error <= tolerance for _, _, result in results):
-        constants = [result.constant for _, _, result in results]
+    return Verdict(len(results), differences, where=shared(differing, agreeing))
+
+
+def names_without_search(results: list["Comparison"], tolerance: float) -> tuple[list[str], list[str]]:
+    """Name a loss without a gradient, or with right gradients and other values; return kinds and lines."""
+    if all(result.gradient_error <= tolerance for result in results):
+        constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
         if max(constants) - min(constants) <= tolerance:
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
-        verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
-        return verdict
-    if not any(result.gradient.any() for _, _, result in results):
-        verdict.kinds = ["mistake"]
-        verdict.names = ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
-        return verdict
-    errors = [(options, result.error) for _, options, result in results]
-    settings = [name for name in SETTINGS if name in varied or name in only]
-    candidates = closest_losses(errors, settings, tolerance)
-    verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
-    if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
-        verdict.broken = broken_laws(my_loss, tolerance, kind, only)
-        if not verdict.broken:
-            verdict.names += examples(steps)
-        if kind == "grpo":
-            verdict.names.append("  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft")
-    return verdict
+        return ["design"], [f"design: {says}"]
+    if not any(result.gradient.any() for result in results):
+        return ["mistake"], ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
+    return [], []
 
 
 def broken_laws(my_loss, tolerance: float, kind: str, only: dict) -> list[str]:
