@@ -56,11 +56,12 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        self.num_lines = dict(progress.num_log_lines)  # number of lines in each log file
+        names = [*FILES, COMPLETIONS] if config.log_completions else FILES
+        self.num_lines = progress.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
         self.trackers = []
         if not world.is_main:
             return
-        for name in [*FILES, COMPLETIONS] if config.log_completions else FILES:
+        for name in names:
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, progress, resumed)
             self.files[name] = self.enter_context(path.open("ab"))
@@ -110,8 +111,12 @@ class MetricsLog(ExitStack):
         self.mark()
 
     def mark(self):
-        """Remember how many lines each log file has after a step; the next checkpoint saves these numbers."""
-        self.lines_at_mark = dict(self.num_lines)
+        """Remember how many lines each log file has after a step; the next checkpoint saves these numbers.
+
+        Rank 0 tells the other ranks, because one of them may save the next checkpoint alone, after an error.
+        """
+        counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
+        self.lines_at_mark = dict(zip(self.num_lines, map(int, counts), strict=True))
 
     @property
     def seconds(self) -> float:
@@ -122,13 +127,13 @@ class MetricsLog(ExitStack):
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
         Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again. After an
-        error between an update and `mark`, all lines count. Ranks other than 0 do not know the numbers of lines.
+        error between an update and `mark`, all lines count; ranks other than 0 do not know their numbers.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
-        if not self.world.is_main:
-            return {}
-        return self.num_lines if self.lines_at_mark is None else self.lines_at_mark
+        if self.lines_at_mark is not None:
+            return self.lines_at_mark
+        return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Log an optimizer step, first to the files, so that the error of a tracker loses no line."""

@@ -173,7 +173,7 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
     def begin(world):
         reward = Reward("own", partial(hang, world), max_seconds=0.3).on(world)
         with pytest.raises(
-            RewardFailed, match=r"^a:1: reward own, for 1 completions from this row on: the call took more than 0.3 s"
+            RewardFailed, match=r"^a:1: reward own, for 1 completion from this row on: the call took more than 0.3 s"
         ):
             reward(completions=["a"], row_names=[f"a:{world.rank}"])
         shutdown(world)

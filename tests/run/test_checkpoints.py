@@ -385,6 +385,8 @@ def test_an_error_on_one_or_all_of_two_ranks(recipe, uninterrupted, tmp_path, ca
         assert "no checkpoint was saved yet: start the run again" in capfd.readouterr().err
         return
     assert f"states/{kept}: continue with --resume=auto" in capfd.readouterr().err
+    # the rank that saved knows the lines of the log files, which only rank 0 writes
+    assert json.loads((tmp_path / "states" / kept / "run.json").read_text())["num_log_lines"]["metrics.jsonl"] == 2
     assert attempt(recipe, tmp_path, *options, "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == uninterrupted(*options, ranks=2)
 
