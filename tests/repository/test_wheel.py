@@ -133,7 +133,7 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
     assert status == 0 and "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
     shutil.copy(ROOT / "minimal.py", tmp_path)  # the first notebook needs only minimal.py
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
-    said = "1 GPUs of 80 GB, was cut off after 2 tokens, No problems were found, looks, grpo step 1 of 1"
+    said = "1 GPU of 80 GB, was cut off after 2 tokens, No problems were found, looks, grpo step 1 of 1"
     said = [*said.split(", "), "right: start"]
     assert status == 0 and [text for text in said if text not in out] == [], out
 

@@ -227,7 +227,7 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
 @pytest.mark.parametrize("tensors, about, says", [
     ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
-    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
+    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 row,"),
     (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
     ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be in \\(0, inf\\)"),
     ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
@@ -235,7 +235,7 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
     ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
     ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
-     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completions"),
+     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completion"),
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
