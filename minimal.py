@@ -971,7 +971,7 @@ def find_images(row, folder) -> list[Path]:
             raise InputError(f"there is no image file {path}"[:200])
     places = row["problem"].count("<image>")
     if places not in (0, len(paths)):
-        raise InputError(f"'problem' has {places} <image>, but the row has {len(paths)} images")
+        raise InputError(f"'problem' has {places} <image>, but the row's images are {len(paths)}")
     return paths
 
 

@@ -57,7 +57,7 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "there is no image file"),
     ({"image": "no.png"}, GRPO, "no.png"),
     ({"image": None}, GRPO, "but no 'image'"),
-    ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row has 1 images"),
+    ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
     ({"problem": 5}, GRPO, "'problem' is 5, but it must be a text"),
     ({"problem": TURNS}, GRPO, "'problem' is [{'role'"),
     ({"completion": TURNS}, SFT, "'completion' is [{'role'"),
