@@ -65,7 +65,7 @@ class Finding:
             f"a number was fitted for the first cause, so only one {unit} confirms this cause; record a larger step": (
                 self.groups == 2 and count and self.explained[0].is_guess
             ),
-            "the time was over before all causes were tried; a larger --seconds tries more": self.has_ended,
+            "the CPU seconds were used before all causes were tried; a larger --seconds tries more": self.has_ended,
         }
         return [text for text, holds in doubts.items() if holds]
 
@@ -73,7 +73,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute the advantages, the loss and all other recorded parts of a step, and compare them with the trainer's.
 
-    The search for the cause of a wrong part takes at most `seconds` seconds.
+    The search for the cause of a wrong part takes at most `seconds` CPU seconds.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """

@@ -34,7 +34,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--framework", choices=FRAMEWORKS, help="framework of a loss function (default: torch)")
     p.add_argument("--tolerance", type=float, help="largest error of a loss (default: 1e-6; float32 needs 1e-5)")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
-    p.add_argument("--seconds", type=float, help=f"time limit (default: 10 for a loss, {SECONDS:g} for a step)")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        help=f"limit of the search, in CPU seconds for a step (default: {SECONDS:g}), and in trials of about so many "
+        "seconds for a loss (default: 10)",
+    )
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):
         p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")

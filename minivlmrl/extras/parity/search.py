@@ -439,7 +439,7 @@ def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]
 
 
 def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
+    """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
     # Many bugs could explain one wrong token id or one learning rate, so the search needs at least two.
