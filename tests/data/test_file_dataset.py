@@ -16,11 +16,12 @@ from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check.preflight import check_truths
-from minivlmrl.extras.check.row_notes import describe_spelled, describe_unread, summary
+from minivlmrl.extras.check.row_notes import describe_boxes, describe_spelled, describe_unread, summary
 from minivlmrl.extras.memory.memory_check import heaviest_rows
 from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.tasks import shapes
+from minivlmrl.trainers.sft import SFTTrainer
 from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
 
@@ -374,6 +375,7 @@ def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch
         assert len(heaviest_rows(datasets["sft"], processor, ("completion",))) == 5
         assert len(list(long_rows(datasets["grpo"], processor, 5))) == 5
     check_truths(config, {"sft": "demonstrations", "grpo": "prompts"}, datasets)
+    assert not list(describe_boxes({"sft": SFTTrainer}, datasets, processor))
     assert len(parsed) == 10
 
 
