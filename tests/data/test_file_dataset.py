@@ -1,6 +1,7 @@
 """Test that columns of row files become prompts and answers, and that errors name the line of a row."""
 
 import json
+import os
 import re
 
 import pytest
@@ -286,6 +287,23 @@ def test_no_column_is_refused_for_its_name(write_rows):
     prompts = [rows[0].prompt(processor)]
     columns = reward_columns([rows[0]], prompts, [[Completion(torch.tensor([1]))]], processor)
     assert columns["weight"] == [3.2] and columns["completions"] != [[1]] and "log_metric" not in columns
+
+
+def test_images_are_read_and_need_no_note(write_rows):
+    rows = FileDataset(write_rows({"problem": "a", "images": ["red.png"]}), reads=())
+    assert describe_unread(rows) is None
+
+
+def test_the_stamp_of_image_files_changes_with_their_size_or_time(write_rows, tmp_path):
+    file = write_rows({"problem": "a", "image": "red.png"})
+    image = tmp_path / "red.png"
+    stamps = []
+    for padding, time in ((b"", 10), (b"", 20), (b"0", 20)):
+        image.write_bytes(image.read_bytes() + padding)
+        os.utime(image, (time, time))
+        stamps.append(FileDataset(file).media_stamp)
+    assert len({*stamps}) == 3
+    assert FileDataset(file).media_stamp == stamps[2]
 
 
 TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {}}}

@@ -3,11 +3,12 @@
 import PIL.Image
 import pytest
 
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset, without_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.row_sizes import long_rows
-from minivlmrl.extras.check.row_notes import summary
+from minivlmrl.extras.check.row_notes import describe_rows, summary
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
@@ -67,6 +68,43 @@ def test_the_shortest_the_longest_and_all_unreadable_rows_are_measured(rows, tmp
         summary(made, PROCESSOR)
     found = summary(made, PROCESSOR, skip_unreadable=True)
     assert found.startswith(f"{expected}; 2 unreadable rows will be skipped")
+
+
+def test_the_longest_prompt_is_measured_whether_it_is_text_or_image(rows, tmp_path):
+    """The image tokens of a row count once, as its text does."""
+    rows(*[[(140, 140)]] * 41)
+    lines = [{"problem": "a"}] * 40 + [{"problem": "a", "image": f"{i}_0.png"} for i in range(40)]
+    lines.append({"problem": "b" * 450})
+    write_lines(tmp_path / "rows.jsonl", lines)
+    made = FileDataset(tmp_path / "rows.jsonl")
+    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (0, 40, 80)]
+    assert lengths == sorted(lengths)
+    assert f"prompts of {lengths[0]} to {lengths[2]} tokens (16 were measured)" in summary(made, PROCESSOR)
+
+
+def test_a_row_is_long_with_its_answer_for_one_processor(tmp_path):
+    PIL.Image.new("RGB", (280, 280)).save(tmp_path / "a.png")
+    write_lines(tmp_path / "rows.jsonl", [{"problem": "a", "image": "a.png", "completion": "b" * 3000}])
+    made = FileDataset(tmp_path / "rows.jsonl")
+    prompt = len(made[0].prompt(PROCESSOR).input_ids)
+    [size] = long_rows(made, PROCESSOR, 2000, answers=("completion",))
+    assert size.longest == prompt + len(encode_answer(PROCESSOR, made[0], made[0].completion).ids) > 3000
+    assert not list(long_rows(made, PROCESSOR, prompt))
+    small = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=14 * 14))
+    [size] = long_rows(made, small, 10)
+    assert size.longest == len(made[0].prompt(small).input_ids) < prompt
+
+
+def test_an_unreadable_held_out_row_is_never_skipped(rows, tmp_path):
+    rows([(28, 28)])
+    (tmp_path / "0_0.png").write_bytes(b"no image")
+    config = RunConfig(stages=["sft"])
+    config.data.skip_unreadable = True
+    made = FileDataset(tmp_path / "rows.jsonl")
+    [described] = describe_rows(config, {"sft": made}, PROCESSOR)
+    assert "1 unreadable row will be skipped" in described
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*the image cannot be read"):
+        list(describe_rows(config, {"eval": made}, PROCESSOR))
 
 
 def test_images_of_an_answer_are_no_images_of_the_prompt(rows, tmp_path):

@@ -289,3 +289,6 @@ def test_the_unit_of_boxes_in_answers_is_said(write_rows):
     assert "answers contain boxes such as [1, 2, 30, 40], which are trained as they are. The unit of this model" in note
     assert "is thousandths (data.box_space)" in note
     assert not list(describe_boxes({"grpo": find_trainer("grpo", RunConfig())}, {"grpo": rows}, processor))
+    rows = FileDataset(write_rows({"problem": "a", "completion": "(1, 2), (3, 4)", "box_space": "unit"}))
+    [note] = describe_boxes({"sft": find_trainer("sft", RunConfig())}, {"sft": rows}, processor)
+    assert "boxes such as (1, 2), (3, 4)" in note and "is unit (data.box_space)" in note
