@@ -91,6 +91,11 @@ def row_mean(x, mask):
     return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
+def is_positive(s):
+    """Return a mask (n, 1) or (n, S) of positive advantages."""
+    return s.advantages.view(len(s.completion_mask), -1) > 0
+
+
 def shifted(x, by):
     """Move the values in each row of x by a number of columns, and fill with 0."""
     return pad(x, (by, -by))
@@ -482,9 +487,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the mean of the rows is only over those with an advantage other than 0":
             lambda s: row_mean(s.terms, s.mask).sum() / s.has_advantage().sum(),
         "the mean divides only by tokens of rows with a positive advantage":
-            lambda s: s.terms.sum() / (s.completion_mask * (s.advantages > 0)[:, None]).sum().clamp(min=1),
+            lambda s: s.terms.sum() / (s.completion_mask * is_positive(s)).sum().clamp(min=1),
         "the mean of the rows is only over those with a positive advantage":
-            lambda s: row_mean(s.terms, s.mask).sum() / (s.advantages > 0).sum().clamp(min=1),
+            lambda s: row_mean(s.terms, s.mask).sum() / is_positive(s).any(1).sum().clamp(min=1),
         "the loss is averaged over the rows of each column and then over the columns":
             lambda s: (s.terms.sum(0) / s.mask.sum(0).clamp(min=1)).sum()
             / (s.completion[0].sum() * len(s.micro_batches)),
