@@ -73,10 +73,15 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
 
 def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Cause]]:
     """Find the bugs that explain the cases with finite losses, and one that makes the other losses NaN."""
+    largest = max(steps, key=lambda step: len(step.all_rows))
+    makers = [cause for cause in possible_causes("loss", largest) if cause.of.effect == MAKES_NAN]
+    for cause in makers:  # this bug alone may explain all cases
+        if all(explains(step, cause.change) for step in steps):
+            return [[cause]]
     parts = [] if all(explains(step, {}) for step in finite) else parts_of(finite)
     found = reduce(composed, (part[0].change for part in parts), {})
-    for cause in possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))):
-        change = cause.of.effect == MAKES_NAN and composed(found, cause.change)
+    for cause in makers:
+        change = composed(found, cause.change)
         if change and all(explains(step, change) for step in steps):
             return [*parts, [cause]]
     return parts_of(steps)

@@ -239,7 +239,7 @@ NAMED = {
     "mask": (changed(mask=lambda q: q.mask.roll(1, 1)), WHOLE,
         "mistake: a mask value .* the previous token in its row$"),
     "half": (lambda *given: my_loss(*given) / 2, {}, "mistake: all values are 0.5 times as large$"),
-    "zero": (lambda *given: my_loss(*given) * 0, {}, "mistake: no token is in the loss$"),
+    "zero": (lambda *given: my_loss(*given) * 0, {}, "mistake: no gradient reaches the policy$"),
     "times rows": (lambda b, o: my_loss(b, o) * len(b["mask"]), {}, "mistake: .* multiplied by the number of rows"),
     "over beta": (lambda b, o: my_loss(b, o) / o["beta"], KL, "mistake: all values are divided by beta$"),
     "in bits": (lambda b, o: my_loss(b, o) / math.log(2), WHOLE, "mistake: .* multiplied by 1 / ln 2, as in bits$"),
