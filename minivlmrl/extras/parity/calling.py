@@ -78,13 +78,20 @@ def loss_and_gradient(
 
 
 def call(my_loss: Callable, batch: dict, options: dict) -> Tensor:
-    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `normalizer`."""
-    if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
+    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `advantages`.
+
+    As in a run, a loss like grpo_loss gets only the arguments for which it has parameters.
+    """
+    parameters = inspect.signature(my_loss).parameters
+    if "advantages" not in batch or "advantages" not in parameters:
         return my_loss(batch, options)
     from minivlmrl.trainers.base import checked_loss  # here, because it needs the packages of a training run
 
-    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
-    named |= {name: x for name, x in options.items() if name not in OF_A_CASE}
-    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = [name for name in batch if name.startswith(("old_", "ref_"))]
+    names += [name for name in options if name not in OF_A_CASE]
+    given = {name: batch[name] if name in batch else options[name] for name in names if takes_all or name in parameters}
+    if takes_all or "normalizer" in parameters:
+        given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
     return checked_loss("my_loss", returned)[0]

@@ -552,6 +552,18 @@ def test_a_loss_that_ignores_what_it_reads_is_a_mistake():
         assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {says}"
 
 
+def test_a_loss_for_a_recipe_may_have_few_parameters():
+    """It then reads only what it has parameters for."""
+
+    def one_epsilon(logps, advantages, mask, *, old_per_token_logps, epsilon_low):
+        given = {"per_token_logps": logps, "advantages": advantages, "mask": mask, "beta": 0.0, "loss_type": "grpo"}
+        given |= {"old_per_token_logps": old_per_token_logps, "ref_per_token_logps": logps}
+        given |= {"epsilon_low": epsilon_low, "epsilon_high": epsilon_low, "importance_sampling_level": "token"}
+        return usual(given, given | {"use_bias_correction_kl": False}), {}
+
+    assert judge(one_epsilon, **NO_KL).names[0] == "design: ratios are clipped with epsilon_low on both sides"
+
+
 def test_the_length_of_dr_grpo_may_be_a_constant():
     """Dr. GRPO's divisor is a constant, and a loss may have its own."""
     own = changed(loss=lambda q: q.loss / 2)
