@@ -137,7 +137,10 @@ def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
-    rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
+    datasets = dict.fromkeys(("grpo", "eval"), FileDataset(write_rows(*lines)))
+    fitted = fit_rows(config, datasets, PROCESSOR, ONE)
+    assert fitted["eval"] is datasets["eval"]  # held-out rows stay, so that evaluations can be compared
+    rows = fitted["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     limit_epochs(config, {"grpo": rows})
     assert config.grpo.max_steps == 2
