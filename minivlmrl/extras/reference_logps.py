@@ -5,8 +5,8 @@ reference. They are written to reference_logps.safetensors in output_dir, where 
 bring its own sums, as TRL's columns ref_chosen_logps and ref_rejected_logps.
 """
 
-import math
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors.torch import load_file
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import read_value
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import check_field, error_context, phase
+from minivlmrl.errors import error_context, phase
 from minivlmrl.files import digest, save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -115,9 +116,10 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.config.micro_batch_size):
         group = trainer.micro_batch([rows[index] for index in part]).group
-        if trainer.config.ld_alpha is not None and (prompt := next(filter(sums_of, group.prompts), None)):
+        with_sums = [prompt.row.where for prompt in group.prompts if prompt.row is not None and sums_of(prompt)]
+        if with_sums and trainer.config.ld_alpha is not None:
             raise ValueError(
-                f"{prompt.row.where}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
+                f"{with_sums[0]}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
                 "dpo.ld_alpha weights the tokens of an answer; leave out the columns or the option"
             )
         if all(sums_of(prompt) for prompt in group.prompts) and not trainer.run.uses_fsdp:
@@ -151,14 +153,14 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
     Raises:
         ValueError: only one of the two columns has a value, or a value is not a log-probability.
     """
-    given = {} if prompt.row is None else {name: prompt.row.columns.get(name) for name in COLUMNS}
+    if prompt.row is None:
+        return None
+    given = {name: prompt.row.columns.get(name) for name in COLUMNS}
     if all(value is None for value in given.values()):
         return None
     with error_context(prompt.row.where or "row"):
-        for name, value in given.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            check_field(is_number and -math.inf < value <= 0, f"column {name!r}", value, "a number of at most 0")
-    chosen, rejected = given.values()
+        log_probability = Annotated[float, "(-inf, 0]"]
+        chosen, rejected = (read_value(log_probability, given[name], f"column {name!r}", json=True) for name in COLUMNS)
     return chosen, rejected
 
 

@@ -183,7 +183,7 @@ class WarningRules:
         if self.all_equal():
             means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.run.rewards}
             texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
-            asks = [name for name in TAG_REWARDS if means.get(name) == 0]
+            asks = [name for name, mean in means.items() if name in TAG_REWARDS and mean == 0]
             hint = f"{asks[0]} asks for <think> and <answer> tags; name them in data.prompt_template. " if asks else ""
             yield (
                 "constant",

@@ -147,9 +147,9 @@ def test_rows_bring_the_sums_of_trl(train, own, rows, home, tmp_path):
 
 
 @pytest.mark.parametrize(("columns", "options", "says"), [
-    ({"ref_chosen_logps": -3.5}, [], r"jsonl:\d+: column 'ref_rejected_logps' is None, but it must be a number of at"),
-    ({"ref_chosen_logps": -3.5, "ref_rejected_logps": "-1"}, [], "'ref_rejected_logps' is '-1', but it must be a num"),
-    ({"ref_chosen_logps": 3.5, "ref_rejected_logps": -1}, [], "'ref_chosen_logps' is 3.5, but it must be a number of"),
+    ({"ref_chosen_logps": -3.5}, [], r"jsonl:\d+: column 'ref_rejected_logps' is None, but it must be of type float"),
+    ({"ref_chosen_logps": -3.5, "ref_rejected_logps": "-1"}, [], "'ref_rejected_logps' is '-1', but it must be of ty"),
+    ({"ref_chosen_logps": 3.5, "ref_rejected_logps": -1}, [], "'ref_chosen_logps' is 3.5, but it must be in "),
     ({"ref_chosen_logps": -3.5, "ref_rejected_logps": -1}, ["--dpo.ld_alpha=0.5"], r"jsonl:\d+: .* sums over whole an"),
 ])  # fmt: skip
 def test_sums_that_would_train_something_else_are_refused(train, own, rows, home, columns, options, says):
