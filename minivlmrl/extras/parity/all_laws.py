@@ -3,7 +3,7 @@
 A law is a generator of findings about a loss. It tries small batches first, so that the sentence about a broken law
 shows the smallest batch that breaks it.
 
-    laws of every loss        masked tokens, padding, the order of rows, micro-batches    common_laws.py
+    laws of every loss        NaN, masked tokens, padding, order of rows, micro-batches   common_laws.py
     laws of a policy loss     advantages, ratios and their bounds, averages, the KL       policy_laws.py
     laws of DPO and SFT       chosen and rejected answers, label smoothing, a mean        preference_laws.py
 """

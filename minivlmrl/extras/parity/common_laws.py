@@ -1,4 +1,4 @@
-"""Laws of every loss: masked tokens, padding, the order of rows, and micro-batches."""
+"""Laws of every loss: finite numbers, masked tokens, padding, the order of rows, and micro-batches."""
 
 from collections.abc import Iterator
 

@@ -33,8 +33,8 @@ class Quantity:
     about: str = ""  # feature that a step must contain to reveal the mistakes
     needs: str = "input_ids"  # tensor that the step must contain
     who: str = ""  # projects that do so on purpose, with their option; a bug with `who` is called a design
-    least: float = 0.0  # with a fitted number below this, the bug is a mistake even so
-    unread: str = ""  # option or tensor; if the loss reads it and does not use it, the bug is a mistake even so
+    least: float = 0.0  # a fitted number below this makes the design a mistake
+    unread: str = ""  # option or tensor that the design ignores; if the loss has read it, the design is a mistake
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
