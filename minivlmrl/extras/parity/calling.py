@@ -35,7 +35,7 @@ class Arguments(dict):
         return super().items()
 
     def __or__(self, other: dict) -> "Arguments":
-        return Arguments(super().__or__(other), self.read)
+        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would read all values
 
 
 def converted(arguments: dict, convert: Callable) -> Arguments:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss import check, judge
@@ -59,6 +60,22 @@ def test_the_gradient_is_scaled_by_that_of_later_operations(framework):
     loss = as_torch(lambda batch, options: (batch["per_token_logps"] ** 2).sum() * options["c"], framework)
     (3 * loss({"per_token_logps": logps}, {"c": 5.0})).backward()
     assert logps.grad.tolist() == [[30.0, 60.0]]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
+def test_only_what_a_loss_uses_counts_as_read(framework):
+    """The conversion to arrays of another framework reads nothing."""
+    if framework != "torch":
+        numpy_of(framework)
+    batch = {name: torch.ones(1, 2, dtype=torch.float64) for name in ("per_token_logps", "old_per_token_logps", "mask")}
+    for reads, loss in (
+        ({"per_token_logps", "beta"}, lambda b, o: (b["per_token_logps"] * o["beta"]).sum()),
+        ({*batch, "beta"}, lambda b, o: ({**b}["mask"] * b["per_token_logps"] * o.get("beta")).sum()),
+        ({*batch}, lambda b, o: sum((x * b["per_token_logps"]).sum() for _, x in b.items())),
+    ):
+        read = set()
+        loss_and_gradient(as_torch(loss, framework), batch, {"kind": "grpo", "beta": 2.0}, read)
+        assert read == reads
 
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
