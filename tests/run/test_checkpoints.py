@@ -197,6 +197,14 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
     assert len(states(tmp_path)) == 2
 
 
+def test_a_run_resumes_in_its_second_stage(recipe, uninterrupted, tmp_path):
+    options = ["--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=8"]
+    killed = attempt(recipe, tmp_path, *options, *STATES, die="in the optimizer", number=8)
+    assert killed == [-signal.SIGKILL] and states(tmp_path)[-1] == "000006"
+    assert attempt(recipe, tmp_path, *options, *STATES) == [0]
+    assert outcome(tmp_path) == uninterrupted(*options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(1, 2), (2, 2)])])
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
