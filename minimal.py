@@ -98,13 +98,15 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
 
-    An image token has merge x merge neighboring patches, which are consecutive rows of the result.
+    The vision tower later joins merge x merge neighboring patches, which are consecutive rows of
+    the result, into one vector: an image token, which takes the place of one text token.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
     pixels = np.asarray(image) / 255  # (height, width, 3), from 0 to 1
     pixels = (pixels.astype(np.float32) - MEAN) / STD
-    frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
+    # A patch covers two frames of a video; those of an image are equal.
+    frames = np.stack([pixels, pixels])  # (2, height, width, 3)
     h = height // patch
     w = width // patch
     x = frames.reshape(
@@ -118,8 +120,8 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
         3,  # 7: the channel
     )
     # The patches of an image token become consecutive, and the values of a patch are ordered by
-    # channel, frame, y and x.
-    x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    # channel, frame, y and x, as the weights of the vision tower are.
+    x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
     patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
@@ -152,7 +154,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     first, *texts = problem.split("<image>")
 
     def control(name):
-        """Return a list with the id of a control token; a user's text never has such an id."""
+        """Return a list with the id of a control token; `load` keeps it out of a user's text."""
         return [tokenizer.token_to_id(f"<|{name}|>")]
 
     start = control("im_start")
@@ -175,7 +177,8 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    The text after an image begins at the image's largest position plus 1. Two text tokens, an image
+    For text, the three are equal, as if there were one position, and the text after an image begins
+    at the image's largest position plus 1. For example, two text tokens, an image
     of 2 x 3 tokens and one more text token have the positions
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
@@ -283,7 +286,7 @@ class Vision(nn.Module):
         self.config = config
         width = config["hidden_size"]
         merged = width * config["spatial_merge_size"] ** 2
-        # A linear layer for each patch, which checkpoints store as a Conv3d
+        # One linear layer for all patches, which checkpoints store as a Conv3d
         kernel = (2, config["patch_size"], config["patch_size"])
         self.patch_embed = nn.ModuleDict()
         self.patch_embed["proj"] = nn.Conv3d(3, width, kernel, kernel, bias=False)
@@ -298,7 +301,7 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # autocast gave bfloat16; the sum over blocks must be float32
+        x = x.to(kernels.dtype)  # autocast gave bfloat16, but the blocks add to x in float32
 
         # The row and the column of each patch, in the order of the patches
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
@@ -311,7 +314,8 @@ class Vision(nn.Module):
         angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
 
         # If each patch attends to all, the cost grows with the square of P. So in most blocks, a
-        # patch attends only to patches in the same window of the image.
+        # patch attends only to patches in the same window of the image. This mask gives the result
+        # of windows, but not their speed.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
         side = side // merge * merge  # a token's patches are in one window
         windows = places // side
@@ -415,8 +419,9 @@ class QwenVL(nn.Module):
 
 # ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
 
-# A decorator: on a GPU, products are computed in bfloat16. Weights and norms stay float32, because
-# bfloat16 has 8 significant bits and rounds most updates at a learning rate of 1e-6 to nothing.
+# A decorator: on a GPU, products are computed in bfloat16, and log_softmax in float32. Weights stay
+# float32, because bfloat16 has 8 significant bits and rounds most updates at a learning rate of
+# 1e-6 to nothing.
 HAS_GPU = torch.cuda.is_available()
 in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=HAS_GPU)
 
@@ -439,7 +444,7 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     for t in range(max_new_tokens):
         logits = model.lm_head(states[:, -1])  # (G, V)
         probabilities = logits.float().softmax(-1)
-        token = torch.multinomial(probabilities, 1)  # (G, 1)
+        token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1: from the policy
         ids.append(token)
         mask.append(goes_on)
         goes_on = goes_on & (token != ends).all(1)
@@ -454,7 +459,9 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 def log_probabilities(model, prompt, completions) -> Tensor:
     """Return the log-probability of each token in completions (G, T), given the tokens before it.
 
-    All G completions share one forward pass of the prompt. No prompt token attends to a completion.
+    All G completions share one forward pass of the prompt, because no prompt token attends to a
+    completion. Gradients flow back into the prompt through its keys and values. The padding after a
+    short completion needs no mask: earlier tokens do not attend to it, and the losses leave it out.
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
@@ -493,10 +500,13 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 # ---- Completions -> rewards and advantages (G,); log-probabilities (G, T) -> loss
 
 # The model is also called the policy, and pi(o) is its probability of a completion o. The gradient
-# of the expected reward is the mean of reward * grad log pi(o) over own completions. To subtract
-# the mean reward of the group hardly changes this gradient, but makes it far less noisy. So GRPO
-# is SFT on the model's own completions, each weighted by its advantage A: how far its reward is
-# above the mean of its group, in standard deviations. Equal rewards teach nothing: A is 0.
+# of the expected reward is the mean of reward * grad log pi(o) over completions that the policy
+# sampled. The mean of grad log pi(o) alone is 0, because all probabilities add up to 1. So a number
+# may be subtracted from all rewards: the gradient stays right on average, and with the mean reward
+# of the group, it is far less noisy. So GRPO is SFT on sampled completions, each weighted by its
+# advantage A: how far its reward is above the mean of its group, in standard deviations. (The group
+# is finite, and its deviation scales the gradient of each prompt.) Equal rewards teach nothing: A
+# is 0.
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 # The question must ask for this form: a model that never writes it earns 0, and learns nothing.
@@ -510,7 +520,8 @@ def plain(solution) -> str:
     """Write an answer or a solution as a text that can be compared.
 
     Case, repeated blanks, final full stops and tags do not count: "Green  square.", "green square"
-    and "<answer> green square </answer>" are equal, and so are 2.0, ["2"] and "2".
+    and "<answer> green square </answer>" are equal, and so are the number 2.0, ["2"] and "2". Of
+    several answers, the last one counts.
     """
     if isinstance(solution, list) and len(solution) == 1:
         return plain(solution[0])
@@ -538,12 +549,12 @@ def group_advantages(rewards, num_generations) -> Tensor:
     """Return (reward - mean) / standard deviation of each group (arXiv 2402.03300, section 4.1.2).
 
     The rewards (n,) are those of n / num_generations groups. Rewards 1, 1, 0, 0 of a group have
-    the advantages 0.87, 0.87, -0.87, -0.87. Adding 1e-4 to the standard deviation avoids 0 / 0 for
-    equal rewards.
+    the standard deviation 0.58 (with n - 1) and the advantages 0.87, 0.87, -0.87, -0.87. Adding
+    1e-4 to the standard deviation avoids 0 / 0 for equal rewards.
     """
     groups = rewards.view(-1, num_generations)
-    # Without this line, equal rewards of 0.1 would have advantages of about 1e-4, because the mean
-    # is rounded, and AdamW would enlarge their gradient to a whole update.
+    # Your reward may return 0.1. Without this line, equal rewards of 0.1 would have advantages of
+    # about 1e-4, because the mean is rounded, and AdamW divides a gradient by its size.
     groups = groups - groups.amax(1, keepdim=True)
     centered = groups - groups.mean(1, keepdim=True)
     advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
@@ -583,8 +594,8 @@ def grpo_loss(
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
         # The plain estimate log(pi/pi_ref) of KL(pi || pi_ref) is right on average, but its
-        # gradient is 0 on average, so it would hold nothing back. The estimate k3,
-        # pi_ref/pi - log(pi_ref/pi) - 1, is also right on average, is never negative, and pulls
+        # gradient is grad log pi, which is 0 on average, so it would hold nothing back. Schulman's
+        # estimate k3, pi_ref/pi - log(pi_ref/pi) - 1, is also right on average, and pulls
         # each token back to the reference (John Schulman, "Approximating KL divergence").
         log_ref_ratio = ref_per_token_logps - per_token_logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
@@ -594,13 +605,15 @@ def grpo_loss(
 
 
 def dpo_loss(per_token_logps, mask, *, beta=0.1, ref_per_token_logps) -> Tensor:
-    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for chosen and rejected answers (B, 2, T).
+    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for pairs of chosen and rejected answers.
 
-    log(pi / pi_ref) is large for an answer that the model makes more likely than the reference
-    does. The loss is small if the chosen answer has a larger log(pi / pi_ref) than the rejected.
+    The log-probabilities are (..., 2, T), with any number of pairs. log(pi / pi_ref) is large for
+    an answer that the model makes more likely than the reference does. The loss is small if the
+    chosen answer has a larger log(pi / pi_ref) than the rejected. With a larger beta, the model
+    stays nearer to the reference.
     """
     log_ratios = (per_token_logps - ref_per_token_logps) * mask
-    chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of the whole answers: (B,)
+    chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of the whole answers
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
@@ -611,8 +624,10 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses: each of the three stages yields a loss and a metric for each row of a step,
-# so that `train` computes the gradient of one row, and frees its memory, before the next row
+# ---- Rows -> losses: GRPO, DPO and SFT, the three methods to choose from, are generators. They
+# yield the loss and a metric of one row; `train` computes its gradient, which frees its memory, and
+# then asks for the next row. GRPO samples all groups of a step first, because a method such as DAPO
+# looks at all of their rewards.
 
 
 def grpo(model, reference, rows, options):
@@ -674,7 +689,7 @@ def make_reference(model) -> QwenVL:
     are multiplied in bfloat16 anyway, so the log-probabilities are the same.
     """
     reference = copy.deepcopy(model).requires_grad_(False)
-    if HAS_GPU:
+    if HAS_GPU and model.lm_head.weight.is_cuda:
         for module in reference.modules():
             if isinstance(module, nn.Linear):
                 module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
@@ -696,7 +711,7 @@ def train(model, rows, stage, options):
         model.parameters(),
         betas=(0.9, 0.99),
         weight_decay=0.0,
-        fused=True,  # without a copy of the second moments, which would need memory for all weights
+        fused=True,  # otherwise, a step makes temporary tensors as large as all weights
     )
     stream = endless(rows)
     for step in range(options.max_steps):
@@ -730,7 +745,7 @@ def report(stage, step, max_steps, metrics):
     text = f"{stage.__name__} step {step} of {max_steps}: {mean:.3f}"
     stays = step % 10 == 0 or step == max_steps
     if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
-        text += ", all completions of a prompt earned the same, so nothing was learned"
+        text += ", all completions of a prompt earned the same, so the rewards taught nothing"
         stays = True
     if stays:
         print(text, flush=True)
@@ -740,7 +755,8 @@ def report(stage, step, max_steps, metrics):
         print(NO_REWARD, flush=True)
 
 
-# ---- Folder in Hugging Face's format -> model with tokenizer, and back
+# ---- Folder in Hugging Face's format -> model with tokenizer, and back (files and their checks;
+# a first reading may go on with the built-in task)
 
 # Values that transformers leaves out of a saved vision_config, because they are its defaults
 VISION_DEFAULTS = {
@@ -952,11 +968,11 @@ def check_row(row, answers):
             raise InputError(f"the row has {[*row]}, but no {field!r}")
         if field not in (image, "solution") and not isinstance(row[field], str):
             raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
-        if field in answers and not plain(row[field]):
+        if field in answers and not str(row[field]).strip():
             raise InputError(f"{field!r} is empty")
     if "rejected" in answers and row["chosen"] == row["rejected"]:
         raise InputError("'chosen' and 'rejected' are equal")
-    if not is_comparable(row.get("solution")):
+    if "solution" in answers and not (is_comparable(row["solution"]) and plain(row["solution"])):
         raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
 
 
@@ -1089,7 +1105,8 @@ def draw_row(wrong=0.0) -> dict:
     completion = right
     if random.random() < wrong:
         completion = tagged(random.choice(LABELS))
-    # A rejected answer names another object (everywhere or only in <answer>), or lacks 4 letters.
+    # A rejected answer names another object (everywhere or only in <answer>), or lacks up to 4
+    # letters.
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])
@@ -1231,7 +1248,7 @@ def read_options() -> argparse.Namespace:
         )
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    return parser.parse_args()  # with the defaults of this run
+    return parser.parse_args()  # once more, with the defaults of this run
 
 
 def load_folder(options) -> QwenVL:
@@ -1250,7 +1267,7 @@ def main():
     torch.manual_seed(options.seed)
     # The folder of the trained model is made before the first step, so that no step is lost.
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.output_dir).close()
+    tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if it cannot be written
     if options.folder:
         rows = read_rows(options.rows, ANSWERS[options.stage])
         model = load_folder(options)

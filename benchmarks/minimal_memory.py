@@ -126,7 +126,6 @@ def load_minimal():
     real = torch.autocast
     with mock.patch.object(torch, "autocast", lambda kind, dtype, enabled: real("cpu", dtype)):
         import minimal
-    minimal.HAS_GPU = True
     return minimal
 
 
@@ -177,6 +176,10 @@ def update(model, states: dict):
 
 def train(minimal, model, stage: str, count: Count):
     reference = minimal.make_reference(model) if stage == "dpo" else None
+    if reference is not None:
+        for module in reference.modules():  # as minimal.make_reference does on a GPU
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
     count.mark("reference" if stage == "dpo" else "no reference")
     prompt = make_prompt(minimal)
     answers = torch.zeros({"grpo": 8, "dpo": 2, "sft": 1}[stage], ANSWER, dtype=torch.long, device="cpu")

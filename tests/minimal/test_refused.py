@@ -1,5 +1,6 @@
 """Check that minimal.py reads a row, a config or an option as the package does, or refuses it with one sentence."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -66,7 +67,7 @@ def read(tmp_path, row, answers=GRPO):
     ({"rejected": ""}, DPO, "'rejected' is empty"),
     ({"rejected": ROW["chosen"]}, DPO, "'chosen' and 'rejected' are equal"),
     ({"solution": ""}, GRPO, "'solution' is empty"),
-    ({"solution": "."}, GRPO, "'solution' is empty"),
+    ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
     ({"solution": []}, GRPO, "no answer can equal the 'solution' []"),
     ({"solution": None}, GRPO, "but no 'solution'"),
     ({"solution": ["a", "b"]}, GRPO, "no answer can equal the 'solution' ['a', 'b']"),
@@ -105,6 +106,13 @@ def test_these_rows_are_read(tmp_path, changes, images):
     row = read(tmp_path, ROW | changes)
     assert row["images"] == images * [tmp_path / "a.png"]
     assert row["problem"] == changes.get("problem", ROW["problem"]) + minimal.ASK
+
+
+@pytest.mark.parametrize("rejected", ["...", "<think>no</think><answer></answer>"])
+def test_a_rejected_answer_may_say_nothing(tmp_path, rejected):
+    """The solution of a pair is not read, so it may be of any form."""
+    row = read(tmp_path, ROW | {"rejected": rejected, "solution": {"a": 1}}, DPO)
+    assert row["rejected"] == rejected
 
 
 @pytest.mark.parametrize("answer", ["3", " 3 ", "Green  square", "green square.", "true", "[28, 56]", "no", "2", "2.0"])
@@ -356,13 +364,29 @@ def test_groups_have_their_own_means():
     assert advantages.tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707, 0.0, 0.0], abs=1e-3)
 
 
+def test_the_reference_of_a_model_on_the_cpu_is_in_float32_also_beside_a_gpu(tiny, monkeypatch):
+    """The built-in task runs on the CPU, where autocast for a GPU does not convert the inputs of a layer."""
+    monkeypatch.setattr(minimal, "HAS_GPU", True)
+    reference = minimal.make_reference(minimal.load(tiny))
+    assert {p.dtype for p in reference.parameters()} == {torch.float32}
+
+
+def test_the_reference_has_its_own_layers_with_activation_checkpointing(tiny):
+    model = minimal.load_folder(argparse.Namespace(folder=tiny, max_pixels=None))
+    reference = minimal.make_reference(model)
+    for part in (reference.visual.blocks, reference.model["layers"]):
+        assert all(layer.forward.args[0].__self__ is layer for layer in part)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_reference_in_bfloat16_has_the_same_log_probabilities(tmp_path, tiny, tied, monkeypatch):
     """On a GPU, matrices are multiplied in bfloat16, so a copy with matrices in bfloat16 loses nothing."""
     folder = change(tiny, tmp_path / "model", CONFIG, {"tie_word_embeddings": tied})
     model = minimal.load(folder)
-    monkeypatch.setattr(minimal, "HAS_GPU", True)
-    reference = minimal.make_reference(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(minimal, "HAS_GPU", True)
+        patch.setattr(torch.nn.Parameter, "is_cuda", True)
+        reference = minimal.make_reference(model)
     sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in (model, reference)]
     assert sizes[1] < 0.7 * sizes[0] and not any(p.requires_grad for p in reference.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
