@@ -10,7 +10,8 @@ from tests.helpers.links import ROOT, rows_of
 
 PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+JOBS = WORKFLOW["jobs"]
 
 
 def test_the_workflow_runs_the_versions_of_the_page():
@@ -24,6 +25,11 @@ def test_the_workflow_runs_the_versions_of_the_page():
     tried = {(line.get("torch", PINS["torch"]), line.get("triton", PINS["triton"])) for line in lines}
     assert {*pairs} == tried and len(pairs) == 3
     assert f"torch>={pairs[0][0].removesuffix('.0')}" in project["dependencies"]
+
+
+def test_the_files_of_a_release_need_all_other_jobs_and_each_commit_runs_once():
+    assert {*JOBS["package"]["needs"]} == {*JOBS} - {"package"}
+    assert WORKFLOW[True] == {"push": {"branches": ["main"]}, "pull_request": None}  # YAML reads `on` as True
 
 
 def test_all_model_families_are_on_the_page():
@@ -48,4 +54,4 @@ def test_files_of_a_release_have_the_version():
     version = re.search(r'(?m)^version: "?([\d.]+)', (ROOT / "CITATION.cff").read_text())[1]
     files = [row[0].strip("`") for row in rows_of(PAGE, "Releases")]
     assert files == [f"minivlmrl-{version}-py3-none-any.whl", f"minivlmrl-{version}.tar.gz", "SHA256SUMS"]
-    assert f"v{version}" in PAGE and f"git tag v{version} " in (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    assert f"v{version}" in PAGE and f"git tag --sign v{version} " in (ROOT / ".github" / "CONTRIBUTING.md").read_text()
