@@ -14,8 +14,8 @@ On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, a
 needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
 
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
-and returns B. Each page of docs/papers/ shows the lines that another method changes, such as DAPO,
-GSPO or PPO. The package, minivlmrl/, takes the same steps faster and with less memory, and also has
+and returns B. Each page of docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO
+changes. The package, minivlmrl/, takes the same steps faster and with less memory, and also has
 LoRA, several GPUs, videos, conversations and resume; README.md names its files.
 """
 

@@ -35,7 +35,7 @@ def synchronize():
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Add the option --toy to a script that needs a GPU, and parse its options."""
-    parser.add_argument("--toy", action="store_true", help="toy size in float32, also on a CPU")
+    parser.add_argument("--toy", action="store_true", help="toy size in float32, even on a CPU")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")

@@ -2,7 +2,7 @@
 
 python benchmarks/first_gpu_hour.py --out DIR          # seven minutes on one GPU with 80 GB or more
 python benchmarks/first_gpu_hour.py --out DIR          # seven minutes again, for the parts that were "later"
-python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, also on a CPU
+python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, even on a CPU
 
 Each part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and the
 numbers that the part printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line

@@ -1,7 +1,7 @@
 """Measure and test this repository on a GPU. first_gpu_hour.py runs all parts.
 
 python benchmarks/gpu.py step          # a GRPO step with Qwen2.5-VL-3B
-python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, also on a CPU
+python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, even on a CPU
 
 Weights are random, in bfloat16, with the real size. The function of a part imports the packages
 that only this part needs, so that the other parts run without them.

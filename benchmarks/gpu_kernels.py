@@ -1,7 +1,7 @@
 """Measure kernels and matrix products on a GPU, beside what the card's memory and matrix units allow.
 
 python benchmarks/gpu_kernels.py kernels          # each Triton kernel at the sizes of Qwen2.5-VL-3B
-python benchmarks/gpu_kernels.py kernels --toy    # tests the part: toy size in float32, also on a CPU
+python benchmarks/gpu_kernels.py kernels --toy    # tests the part: toy size in float32, even on a CPU
 
 first_gpu_hour.py runs all parts. The limit of a kernel is the longer of two times: the time to move its bytes at the
 speed of a large copy, and the time to compute its FLOPs at the speed of a large product on the same card.

@@ -1,7 +1,7 @@
 """Train Qwen2.5-VL-3B with minimal.py on a GPU, and report the seconds and the peak memory of each phase.
 
 python benchmarks/gpu_minimal.py minimal grpo          # or dpo, sft
-python benchmarks/gpu_minimal.py minimal grpo --toy    # tests the part with the tiny model, also on a CPU
+python benchmarks/gpu_minimal.py minimal grpo --toy    # tests the part with the tiny model, even on a CPU
 
 The weights are random and have the real size. A row has an image of 484 tokens.
 """

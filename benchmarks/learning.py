@@ -10,7 +10,7 @@ and neither are runs whose options refer to another script's files. The recipes 
 Each row of the table is one run of train.py, by default on one thread, so that the number of cores changes no result.
 `sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of
 held-out pairs in which the better answer is preferred. `warnings` are the warnings explained in docs/metrics.md; a run
-that learns has none. `shuffled rewards`, `grey crops` and `any quarter` are controls that must not learn.
+that learns has none. `shuffled rewards`, `gray crops` and `any quarter` are controls that must not learn.
 """
 
 import argparse
@@ -85,7 +85,7 @@ PAID = "--rewards.environment=0.3"
 LONG = [
     Entry("digits", "digits.yaml", before="../recipes/digits.py digits"),
     Entry("zoom", "zoom.yaml"),
-    zoom("grey crops", "BLIND", "Blind"),
+    zoom("gray crops", "BLIND", "Blind"),
     zoom("any quarter", "LOST", "Lost"),
     zoom("no thought", "SILENT"),
     zoom("dark squares", "OTHERS"),

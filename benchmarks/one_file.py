@@ -2,9 +2,9 @@
 
     python benchmarks/one_file.py    # half a minute
 
-Both sides train the same tiny model on the same rows, in turn, with one thread. The memory is the peak of a separate
-process, minus the peak of a process that only makes the inputs. The table "What the package adds" in README has both
-ratios.
+Both sides train the same tiny model on the same rows, one after the other, with one thread. The memory is the peak of a
+separate process, minus the peak of a process that only makes the inputs. The table "What the package adds" in README
+has both ratios.
 """
 
 import argparse

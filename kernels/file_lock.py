@@ -1,4 +1,4 @@
-"""Lock a file, so that one process at a time runs the checks of the kernels, or writes into the folder of a run."""
+"""Lock a file, so that only one process at a time checks the kernels, or writes into a run's folder."""
 
 from importlib.util import find_spec
 from typing import IO

@@ -82,7 +82,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace logits (m, V) by (logits - row maximum) / temperature, clamped to at least log(2^-126)."""
+    """Replace logits (m, V) with (logits - row maximum) / temperature, clamped to at least log(2^-126)."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)

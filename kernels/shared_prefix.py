@@ -27,7 +27,7 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the tokens of equally long prompts and of their completions in the packed sequence.
+    """Find the tokens of prompts of one length and of their completions in the packed sequence.
 
     Args:
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.

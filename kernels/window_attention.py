@@ -47,7 +47,7 @@ class Segments:
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         # index of each segment's first token, and the number of all tokens: (segments + 1,)
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, tokens) of equal neighbours: lengths 64, 64 and 16 give [(64, 128), (16, 16)]
+        # (segment length, tokens) of equal neighbors: lengths 64, 64 and 16 give [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         # (T,): the order of the tokens if segments are sorted by length, and the inverse order; None without sorting
         self.order = self.inverse = None

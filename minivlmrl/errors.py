@@ -113,7 +113,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # errors.py does not import torch, so torch.OutOfMemoryError is recognised by its name
+    # errors.py does not import torch, so torch.OutOfMemoryError is recognized by its name
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 

@@ -30,8 +30,8 @@ def write_digits(folder: str | Path):
     pictures, digits = load_digits(return_X_y=True)
     rows = []
     for number, (levels, digit) in enumerate(zip(pictures, digits, strict=True)):
-        grey_levels = 255 - levels.reshape(8, 8) * 15  # scikit-learn has 0 to 16, white on black
-        picture = PIL.Image.fromarray(grey_levels.astype(np.uint8))
+        gray_levels = 255 - levels.reshape(8, 8) * 15  # scikit-learn has 0 to 16, white on black
+        picture = PIL.Image.fromarray(gray_levels.astype(np.uint8))
         picture.resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "problem": "Which digit?", "solution": str(digit)})
     rng.shuffle(rows)

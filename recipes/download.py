@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, also in nested lists and objects, and replace it by the path of the file.
+    """Download every URL in a row, including nested lists and objects, and replace it with the path of the file.
 
     A text that contains a URL and other words is not changed.
     """

@@ -3,7 +3,7 @@
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
-Fashion-MNIST (MIT licence, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 grey pixels
+Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels
 in ten classes. SFT trains on a few training photographs, a fifth of them with a random label. GRPO trains on all
 training photographs, and only the reward reads their labels.
 """

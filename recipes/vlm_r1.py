@@ -1,4 +1,4 @@
-"""Reward functions that you can copy for labelled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
+"""Reward functions that you can copy for labeled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
 
 In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
@@ -95,7 +95,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labelled boxes, which may be in a code fence. Return [] for any other text."""
+    """Parse a list of labeled boxes, which may be in a code fence. Return [] for any other text."""
     try:
         objects = []
         for item in json.loads(boxes.unfenced(text)):

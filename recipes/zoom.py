@@ -1,7 +1,7 @@
 """Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
 An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarter contains a striped square with one of
-12 labels, and in the small image all stripes mix to the same grey. Only the tool `<zoom>`, which shows a quarter in
+12 labels, and in the small image all stripes mix to the same gray. Only the tool `<zoom>`, which shows a quarter in
 full resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
 A demonstration names a quarter and what the crop shows, mostly "nothing": one demonstration in ten zooms into the
@@ -40,8 +40,8 @@ ANSWER = "<answer>{}</answer>"
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
     """Draw an image. Return the image, its label, and the quarter (0 to 3) with the striped square.
 
-    Each pair of stripes has complementary colours, and is exactly as wide as one pixel of the shrunk image, in which
-    all labels therefore have the same grey.
+    Each pair of stripes has complementary colors, and is exactly as wide as one pixel of the shrunk image, in which
+    all labels therefore have the same gray.
 
     Args:
         others: how many other quarters have a dark square.
@@ -60,7 +60,7 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
 
 
 def paper(rng: random.Random) -> PIL.Image.Image:
-    """Create an image with one light colour."""
+    """Create an image with one light color."""
     return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
 
 
@@ -135,10 +135,10 @@ class Lost(Quarters):
 
 
 class Blind(Quarters):
-    """Control experiment: the tool shows grey images."""
+    """Control experiment: the tool shows gray images."""
 
     def _show(self, quarter: int) -> PIL.Image.Image:
-        return PIL.Image.new("RGB", (QUARTER, QUARTER), "grey")
+        return PIL.Image.new("RGB", (QUARTER, QUARTER), "gray")
 
 
 @dataclass

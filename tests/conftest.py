@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads the variable when it is imported, also in child processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads the variable when it is imported, even in child processes
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL's trainers access the network
 # HF_HUB_OFFLINE would forbid the tests of downloads; huggingface_hub reads the variable at its import
 os.environ.pop("HF_HUB_OFFLINE", None)
@@ -56,7 +56,7 @@ def no_waiting_for_the_disk():
 
 @pytest.fixture
 def poisoned():
-    """Fill uninitialised memory with NaN, so that a test notices values that a kernel does not write."""
+    """Fill uninitialized memory with NaN, so that a test notices values that a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -92,7 +92,7 @@ def published(trl):
 
 @pytest.fixture
 def write_rows(tmp_path):
-    """Return a function that writes rows (objects or strings) beside three one-colour images and returns the file."""
+    """Return a function that writes rows (objects or strings) beside three one-color images and returns the file."""
     for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
         PIL.Image.new("RGB", (4, 4), color).save(tmp_path / f"{name}.png")
 

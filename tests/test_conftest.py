@@ -38,7 +38,7 @@ def test_only_the_gpu_tests_see_gpus(tmp_path, options, says):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     kept = {name: value for name, value in os.environ.items() if name != "MINIVLMRL_TEST_GPU"}
     environment = kept | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "3"}
-    # load only the pytest plugin that the options need, because others take long to start
+    # load only the pytest plugin that the options need, because others take a long time to start
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -96,10 +96,10 @@ def _(smart_resize):
     are (height, width).
     """,
     {
-        "your patches are in raster order; the merge x merge patches of a block are neighbours":
+        "your patches are in raster order; the merge x merge patches of a block are neighbors":
             ("(1, 4, 2, 5, 7,", "(1, 2, 4, 5, 7,"),
         "the numbers of a patch begin with the frame; the color comes first": ("7, 0, 3, 6)", "0, 7, 3, 6)"),
-        "the three colors of a pixel are neighbours; the color comes first": ("7, 0, 3, 6)", "0, 3, 6, 7)"),
+        "the three colors of a pixel are neighbors; the color comes first": ("7, 0, 3, 6)", "0, 3, 6, 7)"),
         "you did not subtract MEAN": (" - MEAN", ""),
         "you did not resize with BICUBIC": ("BICUBIC", "BILINEAR"),
     },
@@ -107,7 +107,7 @@ def _(smart_resize):
 def _(patchify):
     """
     Resize the image to the size of smart_resize (bicubic), divide its pixels by 255, subtract MEAN and divide by STD.
-    Cut it into patches of patch x patch pixels. The merge x merge patches of a block are neighbours; blocks, and
+    Cut it into patches of patch x patch pixels. The merge x merge patches of a block are neighbors; blocks, and
     patches inside a block, go along the rows as in text. The numbers of a patch go by color, frame, row, column, and
     both of its frames are the same image. Return the patches, and their rows h and columns w.
     """
@@ -182,7 +182,7 @@ def _(mrope_positions):
     of 100.3 would be 100.5 in bfloat16, so compute in float32 and convert the result.
     """,
     {
-        "your pairs are neighbours, as in the paper; here, x_i belongs to x_{i + D/2}":
+        "your pairs are neighbors, as in the paper; here, x_i belongs to x_{i + D/2}":
             ("x.chunk(2, -1)", "x.unflatten(-1, (-1, 2)).unbind(-1)"),
         "you rotate in the other direction": ("b * sin, b * cos + a", "b * -sin, b * cos - a"),
         "you convert the angles before cos and sin; convert the results": (
@@ -223,7 +223,7 @@ def _(Vision):
        halves use the same D / 4 frequencies.
     3. A block in config["fullatt_block_indexes"] sees the whole image. In the others, a patch sees its window of side x
        side patches; side is config["window_size"] pixels in patches, rounded down to a multiple of merge.
-    4. Apply self.merger's norm, join merge * merge neighbours to one vector, and apply its mlp: (P / 4, E).
+    4. Apply self.merger's norm, join merge * merge neighbors to one vector, and apply its mlp: (P / 4, E).
     """
     config = minimal.VISION_DEFAULTS | minimal.TOWER | {"depth": 3, "window_size": 34}  # a window has 4 x 4 patches
     tower = Vision(config)
@@ -243,7 +243,7 @@ def _(Vision):
         "the keys are not rotated": ('"k_proj", normed), angles)', '"k_proj", normed), 0 * angles)'),
         "you rotate the values; only queries and keys are rotated":
             ('self.project("v_proj", normed)', 'rotate(self.project("v_proj", normed), angles)'),
-        "neighbouring query heads share a head of keys; use repeat_interleave":
+        "neighboring query heads share a head of keys; use repeat_interleave":
             ("repeat_interleave(self.queries_per_key, 1)", "repeat(1, self.queries_per_key, 1, 1)"),
         "the mask is missing": ("shared_v, mask)", "shared_v)"),
         "attention must add its result to x": ("x = x + self.self_attn", "x = self.self_attn"),
@@ -399,7 +399,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
     "grpo_loss",
     """
     The ratio is the exponential of a difference of log-probabilities. advantages[:, None] is one column, which all
-    tokens of a completion share. A loss is minimised, so the objective gets a minus, and the KL, which is a cost, a
+    tokens of a completion share. A loss is minimized, so the objective gets a minus, and the KL, which is a cost, a
     plus. Multiply by the mask before you add up, and divide by the number of tokens of each completion.
     """,
     {

@@ -187,14 +187,14 @@ def windows() -> str:
     words = f"{rows} x {cols} tokens of {merge} x {merge} patches in windows of {side} x {side}"
     picture.text(width / 2, 48, f"{words}, numbered in the tower's order", 12, SOFT)
     window_of = [number for number, length in enumerate(lengths) for _ in range(length // merge**2)]
-    centres = {}
+    centers = {}
     for position, (token, window) in enumerate(zip(order.tolist(), window_of, strict=True)):
         row, col = divmod(token, cols)
         x, y = left + col * cell, top + row * cell
         picture.box(x, y, cell, cell, palette[window % len(palette)])
         picture.text(x + cell / 2, y + cell / 2 + 5, str(position), 14)
-        centres.setdefault(window, []).append((row, col))
-    for tokens in centres.values():
+        centers.setdefault(window, []).append((row, col))
+    for tokens in centers.values():
         (first_row, first_col), (last_row, last_col) = tokens[0], tokens[-1]
         size = (last_col - first_col + 1) * cell, (last_row - first_row + 1) * cell
         picture.box(left + first_col * cell, top + first_row * cell, *size, "none", INK, 2)

@@ -28,7 +28,7 @@ class Picture:
     def text(
         self, x: float, y: float, words: str, size=13, fill=INK, anchor="middle", bold: bool = False, halo: str = ""
     ):
-        """Write text whose middle, start or end is at x and whose baseline is at y; `halo` colours its outline."""
+        """Write text whose middle, start or end is at x and whose baseline is at y; `halo` colors its outline."""
         more = " font-weight='bold'" if bold else ""
         more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(

@@ -47,7 +47,7 @@ of tokens in the longest completion.
 SECTIONS = """\
 # Patches: patchify image frames patches
 `patchify` cuts the image into {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x
-{side} = {numbers} normalised values, because a still image has two equal frames. The four patches that later become
+{side} = {numbers} normalized values, because a still image has two equal frames. The four patches that later become
 one image token stand next to each other.
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
@@ -100,7 +100,7 @@ not 0](metrics.md#why-is-my-loss-0).
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
 by about the learning rate, {learning_rate:g}. The update of GRPO makes right answers more likely, and completions
-without tags such as `<answer>` less likely. A wrong answer with tags may become more likely, too, because its tags are
+without tags such as `<answer>` less likely. A wrong answer with tags may also become more likely, because its tags are
 also tokens of right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
@@ -113,9 +113,9 @@ FOOT = """
 ## In the package
 
 `train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
-of a step into one sequence. In this picture, each line is a token, and its colours show to which tokens it attends:
+of a step into one sequence. In this picture, each line is a token, and its colors show to which tokens it attends:
 
-![Each line is a token, and its colours show the tokens to which it attends](images/mask.svg)
+![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
 
 `train.py` also sorts the patches [by window](images/windows.svg), so that a block computes no attention between
 windows.
@@ -231,7 +231,7 @@ def write_picture():
 
 
 def patches() -> str:
-    """Draw the image with its patches in order, and its image tokens, coloured by window."""
+    """Draw the image with its patches in order, and its image tokens, colored by window."""
     values, windows = numbers()["patchify"], numbers()["Vision.forward"]["windows"]
     pixels, side, rows, cols = np.asarray(values["image"]), values["patch"], values["h"], values["w"]
     scale, left, top = 5, 24, 64
@@ -241,12 +241,12 @@ def patches() -> str:
     picture.text(left + size / 2, 28, "patches, in their order", 14, bold=True)
     picture.text(right + size / 2, 28, "image tokens, in their order", 14, bold=True)
     picture.text(left + size / 2, 48, f"{rows} x {cols} patches of {side} x {side} pixels", 12, SOFT)
-    picture.text(right + size / 2, 48, "colour: a window of the vision tower", 12, SOFT)
+    picture.text(right + size / 2, 48, "color: a window of the vision tower", 12, SOFT)
     for y, line in enumerate(pixels.tolist()):
         starts = [0, *(x for x in range(1, len(line)) if line[x] != line[x - 1]), len(line)]
         for start, end in itertools.pairwise(starts):
-            colour = "#" + "".join(f"{value:02x}" for value in line[start])
-            picture.box(left + start * scale, top + y * scale, (end - start) * scale, scale, colour, colour, 0.3)
+            color = "#" + "".join(f"{value:02x}" for value in line[start])
+            picture.box(left + start * scale, top + y * scale, (end - start) * scale, scale, color, color, 0.3)
     corners = [(col * cell, top + row * cell) for row, col in numbers()["Vision.forward"]["places"].tolist()]
     for number, (x, y) in enumerate(corners):
         picture.box(left + x, y, cell, cell, "none", PAPER, 0.7)
@@ -289,9 +289,9 @@ def tokens() -> str:
     return picture.svg()
 
 
-def shade(colour: str, share: float) -> str:
-    """Return a colour between white (share 0) and `colour` (share 1)."""
-    ends = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+def shade(color: str, share: float) -> str:
+    """Return a color between white (share 0) and `color` (share 1)."""
+    ends = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (end - 255) * min(1.0, share)):02x}" for end in ends)
 
 
@@ -310,9 +310,9 @@ def update() -> str:
     picture.text(580, 48, "number, advantage, change; blue: above the mean", 12, SOFT)
     for row, (moved, advantage) in enumerate(zip(change, advantages, strict=True)):
         y, length = 62 + 26 * row, round(80 * abs(moved) / max(map(abs, change)), 2)
-        colour = BLUES[1] if advantage > 0 else ORANGES[1]
+        color = BLUES[1] if advantage > 0 else ORANGES[1]
         picture.text(446, y + 12, f"{row}  {advantage:+.2f}", 12, INK, "end")
-        picture.box(580 - length * (moved < 0), y, max(length, 1), 16, colour, colour, 0)
+        picture.box(580 - length * (moved < 0), y, max(length, 1), 16, color, color, 0)
         x, anchor = (586 + length, "start") if moved > 0 else (574 - length, "end")
         picture.text(x, y + 12, f"{moved:+.2f}", 11, SOFT, anchor)
     picture.line([(580, 56), (580, 62 + 26 * len(change))], INK)

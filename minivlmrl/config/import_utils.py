@@ -135,7 +135,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
-    """Find a function by its name, with or without options, see resolve_object; a class is not a function."""
+    """Find a function by its name, with or without options (see resolve_object). A class is refused."""
     function, options = resolve_object(kind, text, table)
     check_function(kind, text, function)
     return with_options(function, options)

@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # If the recipe is invalid without the overrides, too, the error names the recipe instead of the command line.
+        # If the recipe is also invalid without the overrides, the error names the recipe instead of the command line.
         _build_run(config_class, values, recipe)
         raise
     resolver.check()

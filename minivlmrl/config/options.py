@@ -36,7 +36,7 @@ class ModelOptions:
     """The model to train: a folder with weights (`path`), or random weights (`config`)."""
 
     path: FilePath | None = None  # Hugging Face folder or repository id
-    config: RecipePath | None = None  # a config.json; its model is initialised with random weights
+    config: RecipePath | None = None  # a config.json; its model is initialized with random weights
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype of the forward and backward pass, such as bfloat16; None uses the option `dtype`
     compute_dtype: Dtype | None = None
@@ -400,7 +400,7 @@ class GRPOOptions(TrainingOptions):
     # group or batch: divide advantages by the standard deviation of the rewards in the group or batch. none: do not
     # divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    # with several rewards, normalise their weighted sum, or normalise each reward before the sum (GDPO)
+    # with several rewards, normalize their weighted sum, or normalize each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     # DAPO's penalty for long completions grows over the last N tokens before max_new_tokens; 0 disables the penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
@@ -455,7 +455,7 @@ class PPOOptions(TrainingOptions):
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
     critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: own model
-    # model folder of a critic or reward model that initialises a separate critic; None copies the policy
+    # model folder of a critic or reward model that initializes a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards

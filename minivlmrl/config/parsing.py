@@ -122,7 +122,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # Types are compared, too: Literal[1] must reject True, which equals 1 in Python.
+            # Types are also compared: Literal[1] must reject True, which equals 1 in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))

@@ -37,7 +37,7 @@ def render(messages: list[dict]) -> list[str]:
             inserted before it.
     Returns:
         The prompt's texts and control tokens in order. Each control token is a Control, so that text with the same
-        characters stays text. Neighbouring texts are joined to one str, because transformers also tokenizes the text
+        characters stays text. Neighboring texts are joined to one str, because transformers also tokenizes the text
         between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
@@ -104,16 +104,16 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighbouring texts in a list of rendered texts and control tokens, and drop empty texts."""
+    """Join neighboring texts in a list of rendered texts and control tokens, and drop empty texts."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, Control)):
-        neighbours = list(run)
-        joined += neighbours if is_control else ["".join(neighbours)]
+        neighbors = list(run)
+        joined += neighbors if is_control else ["".join(neighbors)]
     return joined
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts, but keep texts with and without a loss apart, so that no token contains both."""
+    """Join neighboring texts, but keep texts with and without a loss apart, so that no token contains both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

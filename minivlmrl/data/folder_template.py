@@ -83,7 +83,7 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # Rendered texts are searched, too: a template may build a control token, as in '<|' + message.role + '|>'.
+        # Rendered texts are also searched: a template may build a control token, as in '<|' + message.role + '|>'.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
@@ -295,7 +295,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Replace JSON texts in the arguments of tool calls by the parsed values."""
+    """Replace JSON texts in the arguments of tool calls with the parsed values."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)

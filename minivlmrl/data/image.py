@@ -1,9 +1,9 @@
-"""Convert an image file to the normalised patches that a vision tower reads.
+"""Convert an image file to the normalized patches that a vision tower reads.
 
 The patches are identical, bit for bit, to those that transformers' image processors compute.
 
 Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, and cut into 8 x 4 patches of 14 x
-14 pixels. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
+14 pixels. A patch has 3 colors x 2 equal frames x 14 x 14 normalized values. Each block of 2 x 2 patches
 becomes one image token, so an image of 8 x 4 patches has 8 tokens.
 """
 
@@ -28,7 +28,7 @@ def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, rotated upright according to its EXIF orientation.
 
     Raises:
-        ValueError: the aspect ratio is over 200, or the colours of the image are not known (see to_rgb).
+        ValueError: the aspect ratio is over 200, or the colors of the image are not known (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
     check_ratio(image.width, image.height)  # before the pixels are decoded, which takes gigabytes for a long image
@@ -42,7 +42,7 @@ def to_rgb(image: Image) -> Image:
     if image.mode in ("I", "F"):
         raise ValueError(
             f"the pixels are 32-bit numbers (mode {image.mode}), so the values of black and white are not known; save "
-            "the image with 8 bits per colour"
+            "the image with 8 bits per color"
         )
     image = to_8_bits(image)
     if image.has_transparency_data:
@@ -57,12 +57,12 @@ def to_8_bits(image: Image) -> Image:
         return image
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, which may use 12 of the 16 bits, or count from white
     pixels = np.asarray(image)
-    grey = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
+    gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
-        grey = 255 - grey
-    grey = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), grey))
-    grey.info = {name: value for name, value in image.info.items() if name != "transparency"}  # keeps the orientation
-    return grey
+        gray = 255 - gray
+    gray = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), gray))
+    gray.info = {name: value for name, value in image.info.items() if name != "transparency"}  # keeps the orientation
+    return gray
 
 
 def check_ratio(width: int, height: int):
@@ -135,7 +135,7 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
 
 
 def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """Resize RGB frames with Pillow's bicubic filter, and normalise each colour channel.
+    """Resize RGB frames with Pillow's bicubic filter, and normalize each color channel.
 
     Args:
         frames: RGB images of the same size.
@@ -147,20 +147,20 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
     """
     size = (width, height)
     resized = np.stack([np.asarray(frame.resize(size, Resampling.BICUBIC)) for frame in frames])
-    grey_levels = (np.arange(256) / 255).astype(np.float32)
-    return look_up((grey_levels - mean) / std, resized)
+    gray_levels = (np.arange(256) / 255).astype(np.float32)
+    return look_up((gray_levels - mean) / std, resized)
 
 
-def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Normalise pixel values from 0 to 255 with a lookup table.
+def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Normalize pixel values from 0 to 255 with a lookup table.
 
     Args:
-        normalised: (3, 256), each grey level's normalised value in each colour channel.
+        normalized: (3, 256), each gray level's normalized value in each color channel.
         pixels: (T, H, W, 3) uint8.
     Returns:
         (T, 3, H, W), with the table's dtype.
     """
-    channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
+    channels = [normalized[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
 
 
@@ -173,7 +173,7 @@ class ImageProcessor:
     merge_size: int = 2
     min_pixels: int = 56 * 56  # bounds for an image's area after resizing
     max_pixels: int = 28 * 28 * 16384
-    # CLIP's mean and standard deviation of each colour channel, for pixel values from 0 to 1
+    # CLIP's mean and standard deviation of each color channel, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames
@@ -187,7 +187,7 @@ class ImageProcessor:
 
     @property
     def patch_dim(self) -> int:
-        """Return the number of values in a patch: 3 colours * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
+        """Return the number of values in a patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
@@ -195,7 +195,7 @@ class ImageProcessor:
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
-        """Resize an image, normalise its colours and cut it into patches.
+        """Resize an image, normalize its colors and cut it into patches.
 
         Args:
             image: image of any mode and size.
@@ -216,7 +216,7 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize the frames of an image or video, and return their normalised patches and patch counts (t, h, w)."""
+        """Resize the frames of an image or video, and return their normalized patches and patch counts (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
         # frames are converted to RGB one by one, because a copy of all frames could fill the memory

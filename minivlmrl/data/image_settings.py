@@ -20,7 +20,7 @@ from minivlmrl.json_files import read_json
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize and normalise RGB frames with torch, bit for bit as transformers' torchvision processor does."""
+    """Resize and normalize RGB frames with torch, bit for bit as transformers' torchvision processor does."""
     size = (height, width)
     resized = []
     for frame in frames:
@@ -29,8 +29,8 @@ def torch_resize_frames(
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
     scale = np.float32(1 / (1 / 255))  # 255, with the rounding error of transformers' image processor
-    grey_levels = np.arange(256, dtype=np.float32)
-    return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
+    gray_levels = np.arange(256, dtype=np.float32)
+    return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
 # {value of data.resize_backend: function that resizes images}

@@ -85,7 +85,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
         if isinstance(error, PIL.UnidentifiedImageError):
             if isinstance(file, Path):
                 check_downloaded(file)
-            error_text = "Pillow does not recognise its format"
+            error_text = "Pillow does not recognize its format"
         raise ValueError(f"{name}: the image cannot be read ({error_text})") from error
 
 

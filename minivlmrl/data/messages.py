@@ -116,7 +116,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Replace the tags <image> and <video> in the texts of messages by image and video parts.
+    """Replace the tags <image> and <video> in the texts of messages with image and video parts.
 
     Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". If no message has a
     tag <image> or <video>, image and video parts are inserted before the first user turn's text.
@@ -125,7 +125,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # re.split returns texts and tag names in turn: "a<image>b" becomes "a", "image", "b"
+            # re.split returns texts and tag names alternately: "a<image>b" becomes "a", "image", "b"
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})

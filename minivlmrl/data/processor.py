@@ -37,7 +37,7 @@ class Processor:
     # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # token ids besides those of ENDS that end a completion, from generation_config.json and sampling.stop_token_ids
+    # token ids other than those of ENDS that end a completion, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
@@ -64,7 +64,7 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # In Qwen3-VL's prompt, a timestamp such as "<0.3 seconds>" stands before every two frames of a video.
+        # In Qwen3-VL's prompt, a timestamp such as "<0.3 seconds>" precedes each pair of frames of a video.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         # torch.cat refuses an empty list, so a prompt without images needs an empty tensor

@@ -41,7 +41,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove all whitespace from a text, and normalise its characters to NFC, as tokenizers do."""
+    """Remove all whitespace from a text, and normalize its characters to NFC, as tokenizers do."""
     return "".join(normalize("NFC", text).split())
 
 

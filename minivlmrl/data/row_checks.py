@@ -223,7 +223,7 @@ def check_texts(columns: dict):
             raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {value!r:.60}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
-        raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
+        raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")
     has_media = any(columns.get(name) not in (None, "", []) for name in MEDIA)
     if not has_media and PATH_TAG.search(all_text):
         raise LayoutError("the texts contain <img>, with which Qwen-VL names its images")

@@ -219,7 +219,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, and replace each value of the given types by the result of the function `change`."""
+    """Copy nested lists and dicts, and replace each value of the given types with the result of `change`."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

@@ -46,7 +46,7 @@ class Video:
         return self
 
     def gray(self) -> "Video":
-        return replace(self, frames=[PIL.Image.new("RGB", self.frames[0].size, "grey")] * len(self.frames))
+        return replace(self, frames=[PIL.Image.new("RGB", self.frames[0].size, "gray")] * len(self.frames))
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize a video's frames, and cut the frames into patches.

@@ -39,7 +39,7 @@ def hides_gpus() -> bool:
 def describe_device(device: torch.device) -> str:
     """Describe the device: the number of CPU threads, or the GPU's name, compute capability, driver and free memory."""
     if device.type != "cuda":
-        # a machine with the program nvidia-smi has an NVIDIA driver, also on Windows and in WSL
+        # a machine with the program nvidia-smi has an NVIDIA driver, including on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"

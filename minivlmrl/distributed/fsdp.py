@@ -6,7 +6,7 @@ units of their own if their weights are not tied. The remaining weights of the m
 
 Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. In each step, all
 ranks get the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
-without images. The function in_lockstep lets all ranks run equally many decode steps.
+without images. The function in_lockstep lets all ranks run the same number of decode steps.
 """
 
 from collections.abc import Callable
@@ -69,12 +69,12 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place; its parameters may be on any device, also on the meta device."""
+        """Shard a model in place; its parameters may be on any device, including the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
-                "a quantised model; install torch 2.13, or remove sharding and model.compute_dtype"
+                "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
             )
         if self.recompute:
             recompute_blocks(model)
@@ -212,7 +212,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # FSDP's own hook initialises FSDP, so the hooks that gather weights must be added after FSDP's hook.
+    # FSDP's own hook initializes FSDP, so the hooks that gather weights must be added after FSDP's hook.
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -262,7 +262,7 @@ def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.de
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap the function that samples a token, so that all ranks run a sharded decoder for equally many steps.
+    """Wrap the function that samples a token, so that all ranks run a sharded decoder for the same number of steps.
 
     Before each decode step, each rank tells the other ranks whether it needs one more step. A rank whose completions
     have ended runs the decoder on a dummy token until the completions of all ranks have ended.

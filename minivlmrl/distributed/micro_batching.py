@@ -21,7 +21,7 @@ def split_into_micro_batches(
 
     If max_tokens is set, prompts of similar length are put into the same micro-batch. If a prompt and its completions
     have more than max_tokens tokens, the completions are divided over several micro-batches. All ranks get the same
-    number of micro-batches, because all ranks of a sharded model must run equally many forward passes.
+    number of micro-batches, because all ranks of a sharded model must run the same number of forward passes.
 
     A single completion is never divided, even if the completion has more than max_tokens tokens. Example
     with micro-batches of 20, 12 and 50 tokens:

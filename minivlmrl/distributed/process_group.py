@@ -23,7 +23,7 @@ from minivlmrl.distributed.device import find_device
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # the longest time that a process group accepts
-NOTICE = 60.0  # seconds after which a waiting rank says for which ranks it waits
+NOTICE = 60.0  # seconds after which a rank says which ranks it is waiting for
 LAST_ERRORS = 5.0  # seconds in which all ranks must raise an error to save a checkpoint together
 # process group in which ranks wait for each other; None if there is only one rank
 waiting_group: dist.ProcessGroup | None = None
@@ -57,7 +57,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return every N-th item of a sequence for N ranks, starting at this rank's number.
 
-        All ranks get equally many items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2], and rank 1 gets [1, 0].
+        All ranks get the same number of items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2], rank 1 [1, 0].
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -109,8 +109,8 @@ class World:
     def wait(self, work: str = "do its part"):
         """Wait until all ranks have done their work, which may take longer than World.timeout.
 
-        After a minute, the rank prints for which ranks it waits. If a rank hangs for longer than World.max_wait, the
-        waiting ranks raise an error, and the process of the hanging rank ends with the exit code 1 and a traceback.
+        After a minute, the rank prints which ranks it is waiting for. If a rank hangs for longer than World.max_wait,
+        the waiting ranks raise an error, and the process of the hanging rank ends with the exit code 1 and a traceback.
 
         Args:
             work: what the ranks have to do, for the message, such as "read images".
@@ -244,7 +244,7 @@ class World:
         self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Replace each parameter's gradient by the sum of the gradients of all ranks."""
+        """Replace each parameter's gradient with the sum of the gradients of all ranks."""
         # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not averaged.
         if self.size == 1:
             return

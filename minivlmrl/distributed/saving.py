@@ -76,7 +76,7 @@ def save_model(
                 )
             if write_more_files is not None:
                 write_more_files(new_folder)
-            saving.pop_all().close()  # replaces the old folder by the new folder
+            saving.pop_all().close()  # replaces the old folder with the new folder
 
         for file, names in files.items():
             tensors = {}

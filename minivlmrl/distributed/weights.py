@@ -128,7 +128,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so that each rank can run any
             number of forward passes. False gathers one layer at a time, which saves memory; all ranks must then run
-            equally many passes, see fsdp.in_lockstep.
+            the same number of passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
@@ -148,7 +148,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Context manager that replaces a model's adapters by 16-bit copies on a GPU."""
+    """Context manager that replaces a model's adapters with 16-bit copies on a GPU."""
     if not has_adapters(model):
         return nullcontext([])
     from minivlmrl.model.lora import sampling_copies

@@ -53,7 +53,7 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning for each problem of a step's inputs, such as an image that has no effect on the loss.
 
     The texts of the tokens and the image patches are compared with the data file. Without FSDP, the gradients of the
-    loss are checked, too.
+    loss are also checked.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:

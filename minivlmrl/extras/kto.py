@@ -24,7 +24,7 @@ def kto_loss(
     kl: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the KTO loss for answers that are labelled good or bad.
+    """Compute the KTO loss for answers that are labeled good or bad.
 
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)

@@ -1,6 +1,6 @@
 """Use `minivlmrl.grpo_loss` or your own loss function in TRL's GRPOTrainer, as docs/library.md shows.
 
-minivlmrl.extras.trl needs TRL 1.10 or newer, because older releases normalise some losses differently.
+minivlmrl.extras.trl needs TRL 1.10 or newer, because older releases normalize some losses differently.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.

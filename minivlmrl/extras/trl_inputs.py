@@ -35,7 +35,7 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or a video, or if a trained parameter gets no gradient.
 
-    InputCheck replaces each image of the first micro-batch by a gray one, and tests whether the model's outputs change.
+    InputCheck replaces each image of the first micro-batch with a gray one, and tests whether the outputs change.
     To check the images, the model runs up to nine times without gradients. If FSDP or DeepSpeed shards the weights,
     InputCheck only warns of image placeholders without images. InputCheck changes no weights and no random numbers.
 

@@ -53,7 +53,7 @@ from minivlmrl.model.plain_weights import gather_full_tensor
 
 # vllm.LLM options that a recipe cannot change
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
+    "mm_device_do_normalize": False,  # minivlmrl's patches are already normalized
     "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
     # With async_scheduling or enable_chunked_prefill, vLLM would not call TokenChooser exactly once per token.

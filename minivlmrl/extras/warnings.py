@@ -1,7 +1,7 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. Only the warning that
-all completions earn the same is given after the first step, because this is the commonest mistake in a reward. A
+Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. One warning
+does not wait: after the first step, a run warns if all completions earn the same, which is the commonest mistake. A
 warning is not repeated while its condition continues to hold.
 """
 
@@ -50,7 +50,7 @@ class TrainingWarnings(Callback):
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         if self.log.world.is_main and steps_done:
             evaluated = self.log.evaluated
-            for warning in (*self.rules.memorised(evaluated), *self.rules.unlearned(evaluated, num_rows)):
+            for warning in (*self.rules.memorized(evaluated), *self.rules.unlearned(evaluated, num_rows)):
                 self.log.warn(stage, steps_done - 1, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
@@ -92,11 +92,11 @@ class WarningRules:
         self.said = set(found) | (self.said & {"solved"})
         return new
 
-    def memorised(self, evaluation: dict[str, float]) -> Iterator[str]:
+    def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
         """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy answers count, too, because training may sample at a lower temperature than the evaluation's 1
+            # greedy answers also count, because training may sample at a lower temperature than the evaluation's 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (

@@ -76,8 +76,8 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
     scores = logits
     penalty = sampling.repetition_penalty
     if penalty != 1 and seen is not None:
-        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-        scores = torch.where(seen, penalised, scores)
+        penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(seen, penalized, scores)
     if sampling.temperature == 0:
         return scores
     scores = scores / sampling.temperature

@@ -44,22 +44,22 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
             "num_generations is 1, but the standard deviation of a group is not defined for a "
             "single completion; set num_generations to 2 or more"
         )
-    centred = centre(to_groups(rewards, num_generations)).flatten()  # reward minus the group's mean
+    centered = center(to_groups(rewards, num_generations)).flatten()  # reward minus the group's mean
     if scale_rewards == "none":
-        return centred.nan_to_num(0.0)
+        return centered.nan_to_num(0.0)
     if scale_rewards == "group":
         std = group_std(rewards, num_generations).repeat_interleave(num_generations)
     elif scale_rewards == "batch":
         std = nanstd(rewards)  # one number for the whole batch
     else:
         raise ValueError(f"scale_rewards must be group, batch or none, but got {scale_rewards!r}")
-    return (centred / (std + EPSILON)).nan_to_num(0.0)
+    return (centered / (std + EPSILON)).nan_to_num(0.0)
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: first normalise each reward within its group, then normalise the weighted sums.
+    """Compute GDPO's advantages: first normalize each reward within its group, then normalize the weighted sums.
 
-    Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
+    Example: two completions with rewards (0, 0) and (1, 100) have the normalized rewards (-0.71, -0.71) and
     (0.71, 0.71), so the large reward does not dominate the small one.
 
     Args:
@@ -90,7 +90,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)
     # In a group of n, a reward minus the mean of the others is n / (n - 1) times the reward minus the group's mean.
-    advantages = (centre(groups) * (count / (count - 1))).flatten()
+    advantages = (center(groups) * (count / (count - 1))).flatten()
     if normalize:
         advantages = standardize(advantages)
     return advantages.nan_to_num(0.0)
@@ -111,7 +111,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 def standardize(values: Tensor) -> Tensor:
     """Shift and scale values (n,) to mean 0 and standard deviation 1; a NaN stays NaN."""
-    return centre(values) / (nanstd(values) + EPSILON)
+    return center(values) / (nanstd(values) + EPSILON)
 
 
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
@@ -127,7 +127,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
     return rewards.view(-1, num_generations)
 
 
-def centre(x: Tensor) -> Tensor:
+def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
     Subtracting the largest value first gives exactly 0 for equal rewards. The rounded mean of equal float32 rewards can
@@ -143,5 +143,5 @@ def nanstd(x: Tensor) -> Tensor:
     The standard deviation of a single value is NaN.
     """
     count = (~x.isnan()).sum(-1)
-    variance = centre(x).square().nansum(-1) / (count - 1)
+    variance = center(x).square().nansum(-1) / (count - 1)
     return torch.where(count > 1, variance.sqrt(), float("nan"))

@@ -79,7 +79,7 @@ def grpo_loss(
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
-        GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults are TRL's, too.
+        GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults are also TRL's.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
@@ -259,7 +259,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if epsilon_low, epsilon_high or beta is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # NaN is rejected, too
+    if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

@@ -29,7 +29,7 @@ def token_rewards(
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns with generalised advantage estimation (GAE).
+    """Compute advantages and returns with generalized advantage estimation (GAE).
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 

@@ -89,7 +89,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # MPO's generation loss (arXiv 2411.10442): mean negative log-probability of the chosen answers' tokens
     "sft": lambda pairs: pairs.sft_loss,
-    # length-normalised DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), with log-ratios per token
+    # length-normalized DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), with log-ratios per token
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 

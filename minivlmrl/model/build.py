@@ -76,7 +76,7 @@ def default_template(family: Family) -> "ChatTemplate | None":
 
 
 def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
-    """Build the model for a config with uninitialised weights."""
+    """Build the model for a config with uninitialized weights."""
     try:
         return find_family(config.model_type).build_model(config)
     except (RuntimeError, OverflowError, TypeError) as error:
@@ -86,7 +86,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageM
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface for modules that initialise their own parameters in reset_parameters."""
+    """Interface for modules that initialize their own parameters in reset_parameters."""
 
     resets_itself: bool
 
@@ -95,7 +95,7 @@ class ResetsItself(Protocol):
 
 @torch.no_grad()
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
-    """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+    """Initialize weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
     Learned position embeddings have the standard deviation vision_config.initializer_range.
 
@@ -120,7 +120,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace a model's parameters on the meta device by weights with the same names."""
+    """Replace a model's parameters on the meta device with weights of the same names."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -151,8 +151,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
                 raise ValueError(
-                    f"{file}: the tensor {name:.80} is {tensor.dtype}, but quantised checkpoints "
-                    "are not supported. Use the bfloat16 checkpoint from which it was quantised."
+                    f"{file}: the tensor {name:.80} is {tensor.dtype}, but quantized checkpoints "
+                    "are not supported. Use the bfloat16 checkpoint from which it was quantized."
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:

@@ -84,7 +84,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Merge JSON objects like dict.update, but never replace a value by null: {"a": 1} and {"a": null} give {"a": 1}.
+    """Merge JSON objects like dict.update, but never replace a value with null: {"a": 1} and {"a": null} give {"a": 1}.
 
     Some transformers releases write null into text_config for keys with a value at the top level of config.json.
     """

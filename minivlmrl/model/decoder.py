@@ -70,7 +70,7 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings of image placeholders in x (N, hidden_size) by the vision tower's output."""
+    """Replace the embeddings of image placeholders in x (N, hidden_size) with the vision tower's output."""
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
 
@@ -118,7 +118,7 @@ class TextModel(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head."""
+    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalizes each q and k head."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Compute the attention branch of the layer from normalised hidden states (N, hidden_size)."""
+        """Compute the attention branch of the layer from normalized hidden states (N, hidden_size)."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

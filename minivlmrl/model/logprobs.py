@@ -11,7 +11,7 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 
     Logits are computed block by block, in the forward pass and again in the backward pass, so that memory never holds
-    all logits (M, vocab_size). If sampling used filters such as top_p, the log-probabilities are normalised over the
+    all logits (M, vocab_size). If sampling used filters such as top_p, the log-probabilities are normalized over the
     tokens that the filters kept.
 
     Args:

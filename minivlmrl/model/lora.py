@@ -37,9 +37,9 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model, and replace its target layers by LoRALinear layers.
+    """Freeze a model, and replace its target layers with LoRALinear layers.
 
-    New adapters are zero until init_adapters initialises them. If options.r is 0, no adapters are added, and the whole
+    New adapters are zero until init_adapters initializes them. If options.r is 0, no adapters are added, and the whole
     model stays trainable.
     """
     model.requires_grad_(not options.r)
@@ -60,7 +60,7 @@ class LoRALinear(ReplacedLinear):
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
-        self.base = base  # quantize_base replaces the base by a PackedLinear
+        self.base = base  # quantize_base replaces the base with a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         self.dropout = dropout  # probability in training, which adapter_config.json names
@@ -167,7 +167,7 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Inside a `with` block, replace the float32 adapters of 16-bit layers on a GPU by 16-bit copies.
+    """Inside a `with` block, replace the float32 adapters of 16-bit layers on a GPU with 16-bit copies.
 
     For the few tokens of a decoding step, a float32 adapter takes longer than its 16-bit base layer. Merging the
     adapters would lose most small updates, because W + scaling * B A is rounded to 16 bits.
@@ -224,7 +224,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters to the same layers as in the model `other`, with the same r, scaling, dropout and quantisation."""
+    """Add adapters to the same layers as in the model `other`, with the same r, scaling, dropout and quantization."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     for name in packed_layers(other):
@@ -232,7 +232,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantise linear layers of the decoder, and the base layers of all adapters, to NF4.
+    """Quantize linear layers of the decoder, and the base layers of all adapters, to NF4.
 
     The LM head, embeddings, vision layers without adapters and the family's not_quantized layers keep their dtype.
     """
@@ -257,7 +257,7 @@ def quantize_layer(model: nn.Module, name: str):
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
-    """Initialise each adapter's matrix A with uniform values in +-1/sqrt(in_features), and matrix B with zeros."""
+    """Initialize each adapter's matrix A with uniform values in +-1/sqrt(in_features), and matrix B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -304,7 +304,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
-    """Replace a linear layer by a LoRALinear whose A and B are zero, and discard any old adapter."""
+    """Replace a linear layer with a LoRALinear whose A and B are zero, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -1,8 +1,8 @@
-"""Quantise frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
+"""Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
 Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by its
 block's scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The blocks' scales are
-also quantised ("double quantisation"): their mean is subtracted, and each difference is stored in 8 bits. Values and
+also quantized ("double quantization"): their mean is subtracted, and each difference is stored in 8 bits. Values and
 scales together take 4.13 bits per value. Every forward and backward pass unpacks the NF4 weights again.
 """
 
@@ -51,22 +51,22 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
     scales = value_blocks.abs().amax(2)  # (rows, blocks)
-    normalised = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
+    normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
     boundaries = (code[:-1] + code[1:]) / 2
-    nearest_indices = torch.bucketize(normalised, boundaries, out_int32=True)
+    nearest_indices = torch.bucketize(normalized, boundaries, out_int32=True)
     return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute float32 values (rows, n) from their quantised indices and the blocks' scales."""
+    """Compute float32 values (rows, n) from their quantized indices and the blocks' scales."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantise a weight to NF4, with two values per byte, and quantise the scales to 8 bits.
+    """Quantize a weight to NF4, with two values per byte, and quantize the scales to 8 bits.
 
     Returns:
-        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantised scales, and
+        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantized scales, and
         `offset` is the mean that was subtracted from the scales.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))

@@ -60,7 +60,7 @@ def load_adapter(model: VisionLanguageModel, folder: str | Path):
 
 
 def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
-    """Initialise a model's existing adapters with the weights in a PEFT folder."""
+    """Initialize a model's existing adapters with the weights in a PEFT folder."""
     folder_shapes, weights = _read(model, folder)
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     for name in sorted(folder_shapes.keys() | model_shapes.keys()):

@@ -1,4 +1,4 @@
-"""Select which parameters of a model are trained, and summarise the selection as a table."""
+"""Select which parameters of a model are trained, and summarize the selection as a table."""
 
 import re
 from collections import Counter, defaultdict

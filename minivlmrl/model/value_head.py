@@ -45,7 +45,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     The value head is float32 even if the model is bfloat16.
 
     Args:
-        weight: the head's weight (1, hidden_size). None initialises the weight with zeros.
+        weight: the head's weight (1, hidden_size). None initializes the weight with zeros.
     """
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)

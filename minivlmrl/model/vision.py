@@ -1,8 +1,8 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
-The decoder (model/decoder.py) replaces the embeddings of image placeholders by the tower's output. VisionTransformer is
-the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The vision towers of Qwen2-VL and Qwen3-VL are
-defined in model/families/.
+The decoder (model/decoder.py) replaces the embeddings of image placeholders with the tower's output. VisionTransformer
+is the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The vision towers of Qwen2-VL and Qwen3-VL
+are defined in model/families/.
 
 Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
@@ -219,7 +219,7 @@ class VisionAttention(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Normalise patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
+    """Normalize patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

@@ -135,7 +135,7 @@ def last_answer(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
+    """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
     Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width signs become plain signs.
     """

@@ -1,4 +1,4 @@
-"""Callbacks add behaviour to the training loop without changing its code.
+"""Callbacks add behavior to the training loop without changing its code.
 
 The training loop calls each callback's methods on all ranks, in this order:
 

@@ -49,7 +49,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # all ranks have equal tensors, and write them in turn
+    return number % world.size == world.rank  # all ranks have equal tensors, and each writes its share
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:

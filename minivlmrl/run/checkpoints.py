@@ -6,8 +6,8 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 A run saves checkpoints only after the last optimizer step on a rollout, so a checkpoint contains no completions. A
-checkpoint contains no state of a random generator, because each random generator is seeded anew from the run's seed and
-the current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
+checkpoint contains no state of a random generator, because each random generator is seeded again from the run's seed
+and the current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
 """
 
 import re
@@ -92,7 +92,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with the weights and the optimizer moments that a checkpoint saves."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # Base weights of adapters are not saved, because a resumed run loads or initialises the base weights again.
+    # Base weights of adapters are not saved, because a resumed run loads or initializes the base weights again.
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():

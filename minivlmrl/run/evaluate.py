@@ -24,7 +24,7 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
 BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options with which no probability is changed
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that change no probability
 # {kind of training rows: metric that a stage with such rows computes on the answers in held-out rows}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
@@ -99,7 +99,7 @@ def check_best_metric(config: RunConfig, needs: Collection[str]):
 
 
 def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
-    images = [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
+    images = [PIL.Image.new("RGB", image.size, "gray") for image in row.images]
     return {"images": images, "videos": [video.gray() for video in row.videos]}
 
 

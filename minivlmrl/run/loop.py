@@ -86,7 +86,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 if trainer is not None:
                     results.save_stage(trainer)
                 steps_done = state.step if number == state.stage else 0
-                with phase("load"):  # the reference and the parameters of the optimizer, too
+                with phase("load"):  # also the reference and the parameters of the optimizer
                     trainer = trainers[stage](config, model, processor, world, steps_done)
                 if number > state.stage:  # after loading, so that memory running out loses no step
                     state.begin_stage(number)

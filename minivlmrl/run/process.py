@@ -20,7 +20,7 @@ from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:
-    """Return True on rank 0, even if torch.distributed is not initialised."""
+    """Return True on rank 0, even if torch.distributed is not initialized."""
     return os.environ.get("RANK", "0") == "0"
 
 

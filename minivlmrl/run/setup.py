@@ -257,7 +257,7 @@ def check_positions(
 
 
 def fit_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:
-    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers count, too."""
+    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers also count."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:
         return datasets

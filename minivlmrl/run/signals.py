@@ -11,7 +11,7 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a new try may mend
+PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a retry may fix
 # A scheduler and torchrun may both send the signal to a rank, so signals within five seconds count as one.
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal

@@ -1,7 +1,7 @@
-"""The default run's task: name the colour and the shape of the object in a small image.
+"""The default run's task: name the color and the shape of the object in a small image.
 
-The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
-classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
+The prompt of a row shows one image, and asks for the color and the shape of the object. The answer names one of 12
+classes (6 colors x 2 shapes): <think>I see green</think><answer>green square</answer>
 
 Half of the demonstrations have a random label, so that the accuracy is low after SFT and can still rise in GRPO.
 """
@@ -71,7 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: its colour or shape is wrong, it contradicts its thought, or it lacks some characters."""
+    """Make a rejected answer: its color or shape is wrong, it contradicts its thought, or it lacks some characters."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]

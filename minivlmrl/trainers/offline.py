@@ -83,7 +83,7 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Select this rank's share of the rows that have all answers.
 
-        All ranks must run a sharded model equally often, so a rank with fewer rows repeats a row of another rank.
+        All ranks must run a sharded model the same number of times, so a rank with fewer rows repeats a row of another.
 
         Returns:
             The indices of this rank's rows, and how many of these rows are not repeated.

@@ -1,7 +1,7 @@
 """Sample completions, compute their rewards and pack micro-batches, for trainers such as GRPO and PPO.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K) sample_rollout
-         -> groups of about equally many tokens on all ranks      deal
+         -> groups with about the same number of tokens on all ranks      deal
          -> micro-batches of samples                              split
          -> packed micro-batches                                  pack
 
@@ -171,7 +171,7 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------- deal, split and pack
 
     def deal(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange the groups of an optimizer step between ranks, so that all ranks train on about equally many tokens.
+        """Exchange the groups of a step between ranks, so that all ranks train on about the same number of tokens.
 
         Args:
             kept: for each group, the samples that are trained on.

@@ -26,10 +26,10 @@ def test_a_module_and_a_file(tmp_path):
     assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
 
 
-def test_a_file_can_import_its_neighbour(tmp_path, monkeypatch):
+def test_a_file_can_import_its_neighbor(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "neighbour_of_own.py").write_text("VALUE = 3\n")
-    (tmp_path / "own.py").write_text("from neighbour_of_own import VALUE\n")
+    (tmp_path / "neighbor_of_own.py").write_text("VALUE = 3\n")
+    (tmp_path / "own.py").write_text("from neighbor_of_own import VALUE\n")
     assert load_name(f"{tmp_path / 'own.py'}:VALUE") == 3
 
 

@@ -183,7 +183,7 @@ def run_outputs(home, own):
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
     for number in range(8):
-        PIL.Image.new("RGB", (56, 56), "grey").save(home / "elsewhere" / f"{number}.png")
+        PIL.Image.new("RGB", (56, 56), "gray").save(home / "elsewhere" / f"{number}.png")
 
     @functools.cache
     def run_outputs(*overrides):

@@ -26,7 +26,7 @@ STOPPED = {
 @pytest.mark.parametrize("code", STOPPED)
 def test_code_is_stopped_by_an_exception(code):
     start = time.monotonic()
-    num_threads = threading.active_count()  # pytest's workers and progress bars have threads, too
+    num_threads = threading.active_count()  # pytest's workers and progress bars also have threads
     with pytest.raises(Overtime, match=r"^the call took more than 0\.05 seconds$"), time_limit(0.05):
         STOPPED[code]()
     assert time.monotonic() - start < 2.0

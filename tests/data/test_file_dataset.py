@@ -243,12 +243,12 @@ def read(row, key="turns"):
 def nothing(row):
     print(row)
 """
-NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"], "said": ["Hm?", "blue"]}}
+NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which color?", "red"], "said": ["Hm?", "blue"]}}
 
 
 def test_a_format_reads_nested_rows_and_may_have_options(write_rows, tmp_path):
     (tmp_path / "own.py").write_text(FORMAT_FILE)
-    for name, question, answer in (("read", "Which colour?", "red"), ("read(key='said')", "Hm?", "blue")):
+    for name, question, answer in (("read", "Which color?", "red"), ("read(key='said')", "Hm?", "blue")):
         row = FileDataset(write_rows(NESTED), ("problem", "completion"), format=f"{tmp_path}/own.py:{name}")[0]
         assert text_of(row.messages[-1]) == question and row.images[0].size == (4, 4)
         assert row.columns["solution"] == row.completion == answer and "example" not in row.columns
@@ -451,5 +451,5 @@ def test_what_a_stage_or_a_reward_reads_is_kept(write_rows):
     read = {"messages": [HI, YES], "image": "red.png", "system": "b", "box_space": "unit"}
     assert FileDataset(write_rows(read), reads=()).unread == ["completion"]
     assert FileDataset(write_rows(row | {"tools": None, "options": None})).unread == []
-    labelled = write_rows({"problem": "a", "completion": "b", "label": False})
-    assert FileDataset(labelled).unread == FileDataset(labelled, reads=("label", "completion")).unread == []
+    labeled = write_rows({"problem": "a", "completion": "b", "label": False})
+    assert FileDataset(labeled).unread == FileDataset(labeled, reads=("label", "completion")).unread == []

@@ -346,7 +346,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
-def test_the_published_template_is_recognised(published, tmp_path, file):
+def test_the_published_template_is_recognized(published, tmp_path, file):
     def found(text):
         write(tmp_path, {file: text if file.endswith(".jinja") else {"chat_template": text}})
         return ChatTemplate.from_folder(tmp_path)

@@ -51,7 +51,7 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
 
 
 def tiff(bits, photometric, data):
-    """Return a TIFF file with two grey pixels; the value 0 is white if `photometric` is 0, else black."""
+    """Return a TIFF file with two gray pixels; the value 0 is white if `photometric` is 0, else black."""
     tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1, 279: len(data)}
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + directory + bytes(4)
@@ -106,7 +106,7 @@ ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "bl
     (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
 ], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
-    """The colour of the first pixel was computed by hand, so the rounding may differ by 1."""
+    """The color of the first pixel was computed by hand, so the rounding may differ by 1."""
     found = load_image(image).getpixel((0, 0))
     assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
 

@@ -35,7 +35,7 @@ COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Create three one-colour images with 56 x 28 pixels, and four video frames."""
+    """Create three one-color images with 56 x 28 pixels, and four video frames."""
     for name, color in COLORS.items():
         PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
     for i in range(4):
@@ -95,7 +95,7 @@ def test_media_that_are_refused(folder, columns, sentence):
     row = columns if "prompt" in columns else {"problem": "What?"} | columns
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {sentence}"):
         read(folder, row).prompt(PROCESSOR)
-    if UNSEEN in sentence:  # a second image is refused, too, unless data.columns keeps its column
+    if UNSEEN in sentence:  # a second image is also refused, unless data.columns keeps its column
         [name] = columns
         with pytest.raises(ValueError, match=sentence):
             read(folder, {**row, "image": "red.png"})

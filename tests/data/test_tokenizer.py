@@ -29,7 +29,7 @@ ORDINARY = [
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_restored(text):
-    """Decoding restores a text after NFC normalisation, which composes e and an accent to é."""
+    """Decoding restores a text after NFC normalization, which composes e and an accent to é."""
     assert TINY.decode(TINY.encode(text)) == unicodedata.normalize("NFC", text)
 
 

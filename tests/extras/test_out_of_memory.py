@@ -174,7 +174,7 @@ def test_the_option_that_is_named_is_not_set_yet(options, phase, gpus, cure):
     assert cures(config, "grpo", phase, gpus)[0] == cure
 
 
-def test_errors_of_memory_are_recognised():
+def test_errors_of_memory_are_recognized():
     assert all(is_out_of_memory(kind(text)) for kind, text in ERRORS.values())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"))

@@ -1,4 +1,4 @@
-"""Test the report page of a run in a browser, also with hostile text in the files of the run."""
+"""Test the report page of a run in a browser, even with hostile text in the files of the run."""
 
 import json
 import re

@@ -95,7 +95,7 @@ FAULTS = {
         check=("have the same image", "Check which files the column image")),
     "nearly half of the images are black": Fault(
         change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
-        check=("4 of 8 images have only one colour", "the files are damaged")),
+        check=("4 of 8 images have only one color", "the files are damaged")),
     "each image is one token": Fault(
         ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
     "evaluation rows are training rows": Fault(

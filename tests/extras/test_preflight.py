@@ -276,7 +276,7 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     rows = lines[0], {**lines[0], "problem": "Why?"}
     write_lines(tmp_path / "eval" / "rows.jsonl", rows)
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
-    cure = "so they measure memorisation; remove them from data.eval_file"
+    cure = "so they measure memorization; remove them from data.eval_file"
     said = f"1 of 2 evaluation rows are also training rows of grpo, the first is {tmp_path}/eval/rows.jsonl:1, {cure}"
     assert notes(grpo=training, eval=held_out) == [said]
     assert notes(grpo=training.select(training.facts[::2]), eval=held_out) == []

@@ -137,7 +137,7 @@ def mostly_frozen(folder):
     policy = model(folder)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_("attn.qkv" in name or "q_proj" in name or "lm_head" in name)
-    policy.enable_input_require_grads = lambda: None  # transformers mends the fault in some models
+    policy.enable_input_require_grads = lambda: None  # transformers fixes the fault in some models
     return policy
 
 

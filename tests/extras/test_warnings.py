@@ -97,7 +97,7 @@ def test_rows_that_are_learned_by_heart_are_reported(steps, values, count):
     """The accuracy on training rows is 0.5."""
     rules = make_rules()
     rules.recent.extend([HEALTHY] * steps)
-    found = [*rules.memorised(dict(zip(HELD_OUT, values, strict=False)) | {"eval/format_sampled": 0.9})]
+    found = [*rules.memorized(dict(zip(HELD_OUT, values, strict=False)) | {"eval/format_sampled": 0.9})]
     says = "The mean of reward accuracy is 0.5 on training rows, but only 0.19 on held-out rows. If "
     assert [text.startswith(says) for text in found] == [True] * count
 
@@ -142,7 +142,7 @@ def test_a_penalty_may_be_zero_and_may_fall():
         assert rules.step(HEALTHY | {"rewards/accuracy/mean": 0.0}, rollout_with(values, groups)) == []
     rules.recent.extend([HEALTHY] * WINDOW)
     low = dict.fromkeys(HELD_OUT, 0.0)
-    assert [*rules.unlearned(low, 60)] == [*rules.memorised(low | {"eval/format_sampled": 0.9})] == []
+    assert [*rules.unlearned(low, 60)] == [*rules.memorized(low | {"eval/format_sampled": 0.9})] == []
 
 
 def rollout_with(rewards, groups=None):

@@ -55,7 +55,7 @@ def test_sampler_logps_equal_the_scorer_in_float32(filters):
 
 
 def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
-    """The key biases put all attention scores near 220, where neighbouring bfloat16 numbers differ by 1."""
+    """The key biases put all attention scores near 220, where neighboring bfloat16 numbers differ by 1."""
     model = tiny.model(dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers:

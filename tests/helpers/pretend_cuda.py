@@ -11,7 +11,7 @@ code that depends on values, such as a loop until a stop token, runs as on a GPU
 A `Pretend` is a Tensor wrapper subclass, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
 is in the CPU tensor `inside`. The TorchDispatchMode PretendCuda receives every operation below autograd, including
 the backward pass, checks the devices, counts waits, runs the operation on the CPU tensors and wraps the results.
-Uninitialised memory is NaN. A CUDA graph is a list of operations. Capturing changes no data and rejects
+Uninitialized memory is NaN. A CUDA graph is a list of operations. Capturing changes no data and rejects
 operations for which the host would wait, and a replay runs the operations on the same memory.
 
 Operators that only CUDA has are computed by cuda_operators.py. Not simulated: several GPUs, streams, pinned memory,
@@ -102,7 +102,7 @@ class Pretend(Tensor):
     def __format__(self, form):
         return self.cpu().__format__(form)
 
-    def __reduce_ex__(self, protocol):  # torch.save copies to the host, too
+    def __reduce_ex__(self, protocol):  # torch.save also copies to the host
         return self.cpu().__reduce_ex__(protocol)
 
     def __repr__(self, **_):
@@ -242,7 +242,7 @@ def body_of(func):
 
 
 def compute(func, args, kwargs):
-    """Run one operation in host memory, and fill uninitialised memory with NaN (99 in integers)."""
+    """Run one operation in host memory, and fill uninitialized memory with NaN (99 in integers)."""
     result = CUDA_OPERATORS.get(func, func)(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
@@ -288,7 +288,7 @@ class Graph:
 
 # replacements for functions that tell Python code about the GPU
 class NameTheCard(TorchFunctionMode):
-    """Replace the device cuda by cuda:0, because C++ would ask the driver for the current device."""
+    """Replace the device cuda with cuda:0, because C++ would ask the driver for the current device."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def named(x):

@@ -52,7 +52,7 @@ def plain(monkeypatch):
 
 @pytest.fixture(scope="session")
 def checkpoint(home):
-    """Return a Hugging Face folder with the randomly initialised model of the recipe."""
+    """Return a Hugging Face folder with the randomly initialized model of the recipe."""
     train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 

@@ -123,13 +123,13 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
 
     Swapping height and width in the vision rotary embedding then changes logits by 0.1 or more. With the default
-    initialisation, the swap changes logits by only 5e-5, less than any tolerance.
+    initialization, the swap changes logits by only 5e-5, less than any tolerance.
     """
     generator = torch.Generator().manual_seed(seed)
-    centred = {  # norm weights that scale by 1 + weight
+    centered = {  # norm weights that scale by 1 + weight
         f"{name}.weight"
         for name, m in model.named_modules()
-        if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+        if type(m).__name__ in ("CenteredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
     }
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -138,7 +138,7 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
         elif name.endswith("A_log"):  # the recurrent state decays over about 10 tokens
             p.copy_(0.5 * noise - 2)
         elif p.dim() == 1:  # norm weights
-            p.copy_((name not in centred) + 0.2 * noise)
+            p.copy_((name not in centered) + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
         elif name.endswith("_proj"):  # one tensor for all experts in a layer, as in transformers

@@ -18,7 +18,7 @@ from minivlmrl.model.packing import pack
 
 class LLM:
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
-        self.llm_engine, self.normalises = self, mm_device_do_normalize
+        self.llm_engine, self.normalizes = self, mm_device_do_normalize
         self.model = model_from_config(read_config(Path(folder)), folder).to(dtype)
         self.choosing = logits_processors[0](None)
         self.batch = []
@@ -50,7 +50,7 @@ class LLM:
         pictures = given.get("mm_kwargs")
         if pictures is None:
             return Prompt(ids, torch.zeros(0, 1176), torch.zeros(0, 3).long())
-        pixels = (pictures.pixel_values - 0.45) / 0.27 if self.normalises else pictures.pixel_values
+        pixels = (pictures.pixel_values - 0.45) / 0.27 if self.normalizes else pictures.pixel_values
         return Prompt(ids, pixels, pictures.image_grid_thw)
 
 

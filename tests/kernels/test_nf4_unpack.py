@@ -5,7 +5,7 @@ import torch
 
 from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.model.nf4 import pack_nf4, unpack_nf4
-from tests.helpers import interpreter  # noqa: F401 (mends bfloat16)
+from tests.helpers import interpreter  # noqa: F401 (repairs bfloat16)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")

@@ -58,7 +58,7 @@ def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtyp
     actual = ours(logits, ids, temperature, upstream)
     assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
     assert actual[2].dtype == dtype
-    # in float64, the sum in the formula has rounding errors, too
+    # in float64, the sum in the formula also has rounding errors
     tolerance = TOLERANCE.get(dtype, (64 + vocab**0.5) * torch.finfo(torch.float64).eps)
     for mine, expected in zip(actual, exact(logits, ids, temperature, upstream), strict=True):
         assert error(mine, expected) < tolerance or expected.norm() == 0

@@ -54,7 +54,7 @@ class WrongGradient(torch.autograd.Function):
 
 
 def torch_paths(monkeypatch):
-    """Replace the kernels by their torch paths, so that the checks run on a CPU without Triton, in float32."""
+    """Replace the kernels with their torch paths, so that the checks run on a CPU without Triton, in float32."""
     monkeypatch.setattr(self_test, "DTYPE", torch.float32)
     monkeypatch.setattr(self_test, "INTERPRETED", True)  # the checks then use fewer rows
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")

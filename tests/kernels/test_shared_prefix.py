@@ -65,7 +65,7 @@ def test_each_way_equals_attention_with_copied_keys(sizes, way):
 
 @pytest.mark.parametrize("sizes", [*SIZES[:4], ([0] * 8, 4, 1, 40, 600, 16)], ids=str)
 def test_each_way_in_bfloat16(sizes, way):
-    """The tolerance is a few times the bfloat16 rounding error of 2^-9, also for sums over 4,800 queries."""
+    """The tolerance is a few times the bfloat16 rounding error of 2^-9, even for sums over 4,800 queries."""
     assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3)
 
 

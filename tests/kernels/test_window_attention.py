@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytes
 
 
 def make(lengths, heads, head_dim, dtype):
-    """Return q, k and v with three different strides; their neighbouring values in memory are NaN."""
+    """Return q, k and v with three different strides; their neighboring values in memory are NaN."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for gap in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Compare advantages with arithmetic by hand, also for completions without a reward."""
+"""Compare advantages with arithmetic by hand, including completions without a reward."""
 
 import pytest
 import torch

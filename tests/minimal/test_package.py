@@ -88,8 +88,8 @@ def test_sizes_of_2000_images_are_equal():
 
 IMAGES = {
     "small": noise("RGB", (5, 3)), "odd": noise("RGB", (113, 61)), "large": noise("RGB", (1201, 907)),
-    "wide": noise("RGB", (900, 11)), "grey": noise("L", (60, 45)), "transparent": noise("RGBA", (97, 30)),
-    "palette": noise("P", (50, 50)), "grey with alpha": noise("LA", (30, 77)), "black and white": noise("1", (64, 33)),
+    "wide": noise("RGB", (900, 11)), "gray": noise("L", (60, 45)), "transparent": noise("RGBA", (97, 30)),
+    "palette": noise("P", (50, 50)), "gray with alpha": noise("LA", (30, 77)), "black and white": noise("1", (64, 33)),
     "CMYK": noise("CMYK", (31, 32)),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.extras.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
+from minivlmrl.extras.families.qwen3_5 import CenteredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint
 from minivlmrl.model.build import random_model
@@ -24,7 +24,7 @@ from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
-# files of a Hub folder besides the weights, with their own chat template and stop ids
+# files of a Hub folder other than the weights, with their own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
     "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
@@ -58,7 +58,7 @@ def test_random_weights(model_type):
     build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
     for name, module in model.named_modules():
-        if isinstance(module, CentredRMSNorm):
+        if isinstance(module, CenteredRMSNorm):
             assert not module.weight.any(), name
         elif isinstance(module, GatedDeltaNet):
             halves = math.log(2) / (module.A_log.exp() * torch.nn.functional.softplus(module.dt_bias))
@@ -261,7 +261,7 @@ REFUSED = {  # fault of a folder: (change, sentence of the error)
         weights(lambda w: w.update(extra=torch.ones(1))), "the tensor extra is not a parameter of the model"),
     "another shape": (
         weights(lambda w: w.update({"lm_head.weight": torch.ones(3, 128)})), r"lm_head.weight has shape \(3, 128\)"),
-    "integers": (weights(lambda w: w.update({NORM: w[NORM].long()})), f"{NORM} is torch.int64, but quantised"),
+    "integers": (weights(lambda w: w.update({NORM: w[NORM].long()})), f"{NORM} is torch.int64, but quantized"),
     "not a number": (weights(lambda w: w[NORM][1].fill_(torch.nan)), f"tensor {NORM} contains NaN or infinite values"),
     "a tensor in two files": (shards(repeat), TWICE),
     "a tensor under two names": (shards(partial(repeat, prefix="model.")), TWICE),
@@ -281,7 +281,7 @@ def test_a_folder_with_a_fault_is_refused(copy, change, says):
         load_model(copy)
 
 
-def test_infinite_values_are_found_before_quantisation(copy):
+def test_infinite_values_are_found_before_quantization(copy):
     checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), UP, copy)
     edit_weights(copy, lambda weights: weights[UP][0].fill_(torch.inf))
     with pytest.raises(ValueError, match=f"tensor {UP} contains NaN or infinite values"):

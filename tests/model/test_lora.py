@@ -81,7 +81,7 @@ def test_a_layer_matches_peft():
     torch.testing.assert_close(layer.plain_weight(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
 
 
-def test_new_adapters_change_nothing_and_are_initialised_as_in_peft():
+def test_new_adapters_change_nothing_and_are_initialized_as_in_peft():
     plain = tiny.model()
     model = adapted(dtype=torch.float32, lively=False)
     with torch.no_grad():
@@ -167,7 +167,7 @@ class ProductPrecision(TorchDispatchMode):
 
 
 def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
-    """The TF32 setting is restored, also after an error, and never changes on a CPU."""
+    """The TF32 setting is restored, even after an error, and never changes on a CPU."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)

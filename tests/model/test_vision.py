@@ -39,8 +39,8 @@ def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
     last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
     for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, last):
         layer_norm = model_type != "qwen2_5_vl"
-        centred = x - x.mean(-1, keepdim=True) if layer_norm else x
-        expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        centered = x - x.mean(-1, keepdim=True) if layer_norm else x
+        expected = norm.weight * centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
 
 

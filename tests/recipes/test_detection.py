@@ -1,4 +1,4 @@
-"""Test the rewards of recipes/vlm_r1.py for labelled boxes: by hand, with random orders of hits, and with exploits."""
+"""Test the rewards of recipes/vlm_r1.py for labeled boxes: by hand, with random orders of hits, and with exploits."""
 
 import json
 

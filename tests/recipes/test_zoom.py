@@ -15,7 +15,7 @@ TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
 
 
 def test_what_is_shown_does_not_tell_the_label():
-    """For all 12 labels, the shrunk images are equal and the crops differ, also with dark squares beside them."""
+    """For all 12 labels, the shrunk images are equal and the crops differ, even with dark squares beside them."""
     for seed, others in product(range(10), (0, 2)):
         drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
         assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1

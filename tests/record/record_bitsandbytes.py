@@ -1,4 +1,4 @@
-"""Random numbers that bitsandbytes 0.50.2 has quantised; the results are in tests/recorded/bitsandbytes_0.50.2.json.
+"""Random numbers that bitsandbytes 0.50.2 has quantized; the results are in tests/recorded/bitsandbytes_0.50.2.json.
 
 In commit 64c7842, a script in this file recorded the results. The recorded indices come from the float64 path of
 bitsandbytes, which takes the nearest number in a table, like its CUDA kernel. The float32 path of bitsandbytes for CPUs

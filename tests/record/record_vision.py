@@ -21,7 +21,7 @@ def digest(values) -> str:
 
 
 def noise(mode, size, seed=0):
-    """Return an image with random pixels in any PIL mode; a palette has one transparent colour."""
+    """Return an image with random pixels in any PIL mode; a palette has one transparent color."""
     rng = np.random.RandomState(seed)
     channels = len(PIL.Image.new(mode, (1, 1)).getbands())
     pixels = rng.randint(0, 256, (size[1], size[0], channels), dtype=np.uint8)

@@ -301,7 +301,7 @@ def test_a_page_is_as_committed(name):
     assert NUMBER.sub("0", text) == NUMBER.sub("0", committed)
     for mine, theirs in zip(NUMBER.findall(text), NUMBER.findall(committed), strict=True):
         decimals = max(len(number.partition(".")[2]) for number in (mine, theirs))
-        off = 1.01 * 10**-decimals if decimals or name.endswith(".svg") else 0  # integers in a picture are rounded, too
+        off = 1.01 * 10**-decimals if decimals or name.endswith(".svg") else 0  # integers in a picture are also rounded
         assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 

@@ -161,7 +161,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
-    """A reward that another reward calls gets the state, too, and a resumed run counts the steps of its stage."""
+    """A reward that another reward calls also gets the state, and a resumed run counts the steps of its stage."""
     fails_at = [2]
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):

@@ -99,7 +99,7 @@ HACKS = {
     "<answer>red<answer>green square</answer>": (0.0, 0.0),
     "<ANSWER>green square</ANSWER>": (0.0, 0.0),
     "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts
-    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # this is one guess, too
+    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # this is also one guess
     GOOD: (1.0, 1.0),
 }
 
@@ -113,7 +113,7 @@ def test_red_team():
 def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
     """A regular expression that rescanned the remaining text from each <answer> took days for 10 MB."""
     assert find_answer(unit * (10**6 // len(unit))) == expected
-    monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # a regular expression would be slow, too
+    monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # a regular expression would also be slow
     assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 

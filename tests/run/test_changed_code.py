@@ -22,7 +22,7 @@ FILES = {
     "plain": {"rewards.py": COUNT.replace("SIGN", "1")},
     "below": {"my/mine.py": COUNT.replace("SIGN", "1")},
     "häufig": {"Belohnung für b.py": COUNT.replace("SIGN", "1")},
-    "neighbour": {"rewards.py": "from signs import SIGN\n" + COUNT, "signs.py": "SIGN = 1\n"},
+    "neighbor": {"rewards.py": "from signs import SIGN\n" + COUNT, "signs.py": "SIGN = 1\n"},
     "package": {"rewards.py": "from lib.signs import SIGN\n" + COUNT, "lib/signs.py": "SIGN = 1\n"},
     "late": {
         "rewards.py": COUNT.replace("    global", "    from late_signs import SIGN\n    global"),
@@ -71,7 +71,7 @@ def test_changed_code_is_named_at_a_resume(run, plain, write, monkeypatch, capsy
     assert line.startswith("changed since ") and line.endswith(f"was saved: code in {changed}")
 
 
-@pytest.mark.parametrize("kind", ["plain", "neighbour"])
+@pytest.mark.parametrize("kind", ["plain", "neighbor"])
 def test_the_trial_call_does_not_change_the_module_of_the_run(run, plain, write, monkeypatch, kind):
     monkeypatch.chdir(write(kind, FILES[kind]))
     run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=3", "--data.eval_rows=0")

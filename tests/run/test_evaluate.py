@@ -117,7 +117,7 @@ def model(folder):
 
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
-    """Evaluations with grey or swapped images keep the keys of rows, and so their random numbers."""
+    """Evaluations with gray or swapped images keep the keys of rows, and so their random numbers."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]
@@ -139,13 +139,13 @@ def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypat
     assert "eval/accuracy_gray_image" not in evaluate(*model, rows, config(), ONE)
     assert keys == [f"evaluation/{i}" for i in range(4)] * 6
     own = shown[:4]
-    blank = PIL.Image.new("RGB", rows[0].images[0].size, "grey").tobytes()
+    blank = PIL.Image.new("RGB", rows[0].images[0].size, "gray").tobytes()
     assert own == [[image.tobytes() for image in row.images] for row in rows]
     assert shown[8:12] == [[blank], [], [blank] * 2, [blank]]
     assert shown[12:16] == [own[2][:1], [], own[3] * 2, own[0]]
 
 
-def test_videos_are_grey_or_swapped_too(tmp_path):
+def test_videos_are_gray_or_swapped_too(tmp_path):
     sizes = {"a": (56, 28), "b": (28, 28), "c": (28, 56)}
     for name, size in sizes.items():
         PIL.Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
@@ -159,11 +159,11 @@ def test_videos_are_grey_or_swapped_too(tmp_path):
         row = replace(row, **IMAGE_ABLATIONS[name](row, rows))
         [video], [image] = row.videos, row.images
         assert [frame.size for frame in video.read(images).frames] == expected
-        grey = PIL.Image.new("RGB", (28, 28), "grey")
+        gray = PIL.Image.new("RGB", (28, 28), "gray")
         # boxes are in pixels of the row's own image, so another row's image has the same size
-        assert image.size == (28, 28) and (image.tobytes() == grey.tobytes()) == (name == "gray_image")
-        colours = {frame.getpixel((0, 0)) for frame in video.read(images).frames}
-        assert colours == ({grey.getpixel((0, 0))} if name == "gray_image" else {(255, 0, 0)})
+        assert image.size == (28, 28) and (image.tobytes() == gray.tobytes()) == (name == "gray_image")
+        colors = {frame.getpixel((0, 0)) for frame in video.read(images).frames}
+        assert colors == ({gray.getpixel((0, 0))} if name == "gray_image" else {(255, 0, 0)})
     [swapped] = IMAGE_ABLATIONS["swapped_image"](replace(rows[1], index=1), rows)["images"]
     assert swapped.size == (28, 56)
     assert len(IMAGE_ABLATIONS["swapped_image"](replace(rows[2], index=2), rows)["videos"]) == 2

@@ -41,7 +41,7 @@ def test_waits_are_counted(work, waits):
         gpu.waits.clear()
         work(x)
         assert gpu.waits.total() == waits and x.device == CUDA
-        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory is NaN
+        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialized memory is NaN
 
 
 def test_scores_and_gradients_match_the_cpu():

@@ -61,7 +61,7 @@ def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
 
 
 def test_a_preference_is_the_right_answer_over_a_worse_one():
-    """Four kinds are about equally frequent: wrong colour, wrong shape, contradiction, missing characters."""
+    """Four kinds are about equally frequent: wrong color, wrong shape, contradiction, missing characters."""
     kinds = Counter()
     for row in each(Shapes(400, 0)):
         label, truth = row.columns["solution"], tagged_answer(row.columns["solution"])
@@ -69,7 +69,7 @@ def test_a_preference_is_the_right_answer_over_a_worse_one():
         named = row.rejected.partition("<answer>")[2].removesuffix("</answer>")
         if named in LABELS and row.rejected == tagged_answer(named):
             same = [a == b for a, b in zip(named.split(), label.split(), strict=True)]
-            kinds[{(False, True): "colour", (True, False): "shape"}[tuple(same)]] += 1
+            kinds[{(False, True): "color", (True, False): "shape"}[tuple(same)]] += 1
         elif named in LABELS and row.rejected.replace(named, label) == truth:
             assert named.split()[0] != label.split()[0] and named.split()[1] == label.split()[1]
             kinds["contradiction"] += 1

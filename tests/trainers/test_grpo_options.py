@@ -74,7 +74,7 @@ def test_overlong_completions_are_punished(stage, samples):
 
 
 def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
-    """The sums of rewards are equal, but GDPO normalises each reward, and ignores a constant reward."""
+    """The sums of rewards are equal, but GDPO normalizes each reward, and ignores a constant reward."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0], "accuracy": [1.0, 1.0]}
 
     for name, pair in values.items():
@@ -249,7 +249,7 @@ def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
     return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
 
 
-def labelled(logps, advantages, mask, labels, **others):
+def labeled(logps, advantages, mask, labels, **others):
     return (logps * labels).sum(), {}
 
 
@@ -286,7 +286,7 @@ RETURNED = {
     "advantages": {
         "one_per_group": ("logps.view(-1, 3).mean(1)", r"returned tensor\(\[1., 3.\]\), but it must return a float"),
         "a_list": ("logps.tolist()", r"returned \[0.0, 1.0, 2.0, 3.0, 3.0, 3.0\], but it must return"),
-        "standardised": ("((r := logps.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
+        "standardized": ("((r := logps.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
                          r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* even if their rewards are equal"),
     },
 }  # fmt: skip
@@ -294,7 +294,7 @@ SHAPES = [(option, name, says) for option, x in RETURNED.items() for name, (_, s
 WRONG = [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "for_parity", "cannot be called: too many positional arguments. docs/developer_guide.md#a-file-of"),
-    ("loss_type", "labelled", "cannot be called: missing a required .*argument: 'labels'"),
+    ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
     ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
     ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),

@@ -247,7 +247,7 @@ def part(result) -> dict:
 
 
 def valid_text(value: Any) -> Any:
-    """Replace lone surrogates by "?" in a text or in nested lists and dicts, because UTF-8 cannot encode them."""
+    """Replace lone surrogates with "?" in a text or in nested lists and dicts, because UTF-8 cannot encode them."""
     if isinstance(value, list):
         return [valid_text(item) for item in value]
     if isinstance(value, dict):

@@ -98,7 +98,7 @@ def answer_file(tool: str, arguments: list[str]):
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
         lines += part
     if world.is_main:
-        write_summary({"rows": len(rows), **summarise(lines, names)}, out)
+        write_summary({"rows": len(rows), **summarize(lines, names)}, out)
     process_group.shutdown(world)
 
 
@@ -202,7 +202,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
     return {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
 
 
-def summarise(lines: list[dict], names: Sequence[str]) -> dict:
+def summarize(lines: list[dict], names: Sequence[str]) -> dict:
     """Compute the fraction of truncated answers, and the mean of each reward over the rows that have a score."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}

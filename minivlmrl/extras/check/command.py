@@ -88,7 +88,7 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
 
 
 class ReadableRows(FileDataset):
-    """A dataset that replaces each unreadable row by the next readable row."""
+    """A dataset that replaces each unreadable row with the next readable row."""
 
     def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
         self.facts = rows.facts

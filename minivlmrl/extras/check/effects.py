@@ -1,7 +1,8 @@
 """Find the options that a recipe sets, although they have no effect because of another option.
 
-Such an option is no error, so that a recipe can be changed by one option, as in --grpo.num_iterations=1. A run prints a
-note. Options that contradict each other are errors, which minivlmrl/config/options.py raises beside the options.
+Such an option is not an error, so that a recipe can be changed by one option, as in --grpo.num_iterations=1. A run
+prints a note. Options that contradict each other are errors, which minivlmrl/config/options.py raises beside the
+options.
 """
 
 import inspect
@@ -91,7 +92,7 @@ RULES: list[Rule] = [
     ("grpo.scale_rewards", "leave-one-out advantages are not divided",
      lambda r: r.grpo.advantages_name == "rloo"),
     ("grpo.scale_rewards grpo.soft_punish_cache",
-     "GDPO normalises each reward instead of the weighted sum of the rewards",
+     "GDPO normalizes each reward instead of the weighted sum of the rewards",
      lambda r: r.grpo.advantages_name == "gdpo"),
     ("grpo.beta", "loss_type rloo subtracts the KL from the sum of rewards, which GDPO does not use",
      lambda r: r.grpo.advantages_name == "gdpo" and r.grpo.loss_type == "rloo"),

@@ -54,7 +54,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     if num_shared:
         yield (
             f"{num_shared} of {len(held_out_images)} images of the evaluation rows equal images of "
-            f"the training rows of {stage} pixel by pixel, so the evaluation measures memorisation "
+            f"the training rows of {stage} pixel by pixel, so the evaluation measures memorization "
             "of images. Use other images in data.eval_file."
         )
 

@@ -214,7 +214,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             first = held_out[repeated[0]].where or f"row {repeated[0]}"
             yield (
                 f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage}, the first is "
-                f"{first}, so they measure memorisation; remove them from data.eval_file"
+                f"{first}, so they measure memorization; remove them from data.eval_file"
             )
         options = getattr(config, stage)
         if options.warmup_steps > options.max_steps:

@@ -410,7 +410,7 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count how many rows have each right answer."""
+    """Count the rows for each right answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 

@@ -85,15 +85,15 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check whether all rows have the same image, and whether many images have only one colour."""
+    """Check whether all rows have the same image, and whether many images have only one color."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield ("All rows that were checked have the same image. Check which files the column image or images names.")
     images = [image for row in rows for image in row.images]
-    num_one_colour = sum(image.getcolors(1) is not None for image in images)
-    if 5 * num_one_colour > len(images):
+    num_one_color = sum(image.getcolors(1) is not None for image in images)
+    if 5 * num_one_color > len(images):
         yield (
-            f"{num_one_colour} of {len(images)} images have only one colour. Check whether the "
+            f"{num_one_color} of {len(images)} images have only one color. Check whether the "
             "files are damaged, or are masks."
         )
 

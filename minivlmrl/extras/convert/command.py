@@ -121,7 +121,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in an error, also for a value whose form no reader expects, such as a number for a list."""
+    """Name the row in an error, even for a value whose form no reader expects, such as a number for a list."""
     with error_context(where):
         try:
             yield

@@ -347,7 +347,7 @@ def add_choices(row: Columns):
 
 
 def fill_objects(row: Columns):
-    """Replace ms-swift's tags <ref-object> and <bbox> by the names and boxes in the column `objects`."""
+    """Replace ms-swift's tags <ref-object> and <bbox> with the names and boxes in the column `objects`."""
     objects = row.get("objects")
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
     if objects is None or not any(tag in text for tag in TAGS):

@@ -23,7 +23,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise ValueError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # also without images, for rows beside others
+    shown = {"images": sources(media, "image", folder, dropped)}  # even without images, for rows beside others
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
@@ -129,7 +129,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's images or videos; count their options, such as max_pixels, in `dropped`."""
+    """Return the absolute paths of a row's media, and count in `dropped` their options, such as max_pixels."""
     listed = []
     for item in media:
         if item.kind == kind:

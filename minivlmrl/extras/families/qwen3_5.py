@@ -77,7 +77,7 @@ class Qwen3_5Config(Qwen3VLConfig):
         return int(self.head_dim * self.partial_rotary_factor)
 
 
-class CentredRMSNorm(nn.RMSNorm):
+class CenteredRMSNorm(nn.RMSNorm):
     """RMSNorm that scales by 1 + weight, computed in float32."""
 
     def reset_parameters(self):
@@ -92,7 +92,7 @@ class CentredRMSNorm(nn.RMSNorm):
 class Layer(DecoderLayer):
     """Decoder layer with a GatedAttention or a GatedDeltaNet, as config.layer_types says for each layer."""
 
-    norm_type = CentredRMSNorm
+    norm_type = CenteredRMSNorm
     # The base class creates no attention, because __init__ chooses between GatedAttention and GatedDeltaNet.
     attention_type = None
 
@@ -116,8 +116,8 @@ class GatedAttention(SelfAttention):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.q_proj.out_features, bias=False)
-        self.q_norm = CentredRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = CentredRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = CenteredRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = CenteredRMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         q_and_gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))  # (N, H, 2 D)
@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialise the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens."""
+        """Initialize the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens."""
         self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())  # softplus(dt_bias) is 1e-3 to 0.1
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 

@@ -83,7 +83,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token; DeepStack's mergers normalise the four patches together."""
+    """Merge 2 x 2 patches into one token; DeepStack's mergers normalize the four patches together."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()

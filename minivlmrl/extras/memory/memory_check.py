@@ -130,7 +130,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the key in CURES of out_of_memory.py for the largest item of a phase."""
+    """Return the key of CURES (in out_of_memory.py) that names the largest item of a phase."""
     largest = max(items, key=items.__getitem__)
     if largest in MODELS:
         return "weights"

@@ -22,7 +22,7 @@ class OutOfMemory(ValueError):
 
 
 class OutOfMemoryReport(Callback):
-    """Callback that replaces an out-of-memory error by the exception OutOfMemory."""
+    """Callback that replaces an out-of-memory error with the exception OutOfMemory."""
 
     state: TrainerState | None = None  # None before the model is loaded
     trainer: Trainer | None = None  # the current stage's trainer

@@ -198,7 +198,7 @@ def notes(d: Dump) -> list[str]:
     result = []
     if filters:
         result.append(
-            f"tokens were sampled with {' and '.join(filters)}, but `parity` normalises log-probabilities over the "
+            f"tokens were sampled with {' and '.join(filters)}, but `parity` normalizes log-probabilities over the "
             "whole vocabulary, as TRL does, so they are not the sampler's log-probabilities (TRL #6789)"
         )
     if d.about.get("autocast"):

@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):
-        p.error(f"{options.target} is a file; name its function, too: {options.target}:FUNCTION")
+        p.error(f"{options.target} is a file; also name its function: {options.target}:FUNCTION")
     if options.laws and ":" not in options.target:
         p.error("--laws checks a loss, FILE.py:FUNCTION")
     if options.json and ":" in options.target:

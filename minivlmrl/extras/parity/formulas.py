@@ -43,7 +43,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Replace each token's value in x by the sum over all tokens with the same number in `span`.
+    """Replace each token's value in x with the sum over all tokens with the same number in `span`.
 
     Example: the values [1, 2, 4] with the span numbers [0, 0, 1] become the sums [3, 3, 4].
     """

@@ -50,7 +50,7 @@ def check(
 
     Args:
         my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, whose arguments
-            include normalizer; its gradient with respect to per_token_logps is compared, too.
+            include normalizer; its gradient with respect to per_token_logps is also compared.
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger; a loss that computes in float32 needs 1e-5.
         kind: loss kind: grpo, dpo or sft.
@@ -179,7 +179,7 @@ def find_names_by_loss(
     tolerance: float,
     seconds: float,
 ) -> tuple[list[str], list[str]]:
-    """Call `find_names` for all test cases, and then for those of each of the closest losses until one has names."""
+    """Call `find_names` for all test cases, then for those of one close loss after the other until it has names."""
     kinds, names = find_names(steps, seconds)
     closest, group = candidates[0]
     if len(group) == len(steps) or (kinds and "mistake" not in kinds):

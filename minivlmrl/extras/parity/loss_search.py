@@ -110,8 +110,8 @@ class Combination:
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # The bugs come from the test case with the most rows. With only two rows, "the next row" and "the previous row"
-        # would be the same bug.
+        # The list of bugs is made for the test case with the most rows. With only two rows, "the next row" and "the
+        # previous row" would be the same bug.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -183,7 +183,7 @@ class Combination:
 
 
 def alternatives(first: Cause, others: list[Cause]) -> list[str]:
-    """Return the texts of other bugs, without those that only add a bug to an earlier one."""
+    """Return the texts of the other bugs, except those that add a second bug to an earlier one."""
     seen, texts = [{*first.says.split("; and ")}], []
     for other in others:
         parts = {*other.says.split("; and ")}

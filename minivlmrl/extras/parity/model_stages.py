@@ -109,7 +109,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     batch.input_ids = ids
     batch.position_ids = change(
         "positions",
-        # hidden images have positions, too
+        # hidden images also have positions
         get_rope_index(ids.where(picture_numbers < len(grids), -1), grids[has_tokens], config),
         indices=torch.arange(len(ids)).expand(3, -1),
         own=d.completion[row, attended],
@@ -273,7 +273,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
     first_step = change("step", options["step"])
-    is_coupled = change("coupled", False)  # in Adam with L2 regularisation, the decay is part of the gradient
+    is_coupled = change("coupled", False)  # in Adam with L2 regularization, the decay is part of the gradient
     m, v = state
     for step in range(first_step, first_step + change("times", 1)):
         slope = change("slope", gradient + decay * weight * is_coupled)

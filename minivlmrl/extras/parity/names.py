@@ -165,7 +165,7 @@ IMAGENET_STD = torch.tensor([[0.229], [0.224], [0.225]])
 
 
 def normalized(mean, std) -> Callable:
-    """Imitate a trainer that normalises images with `mean` and `std` instead of the values of Qwen's processor."""
+    """Imitate a trainer that normalizes images with `mean` and `std` instead of the values of Qwen's processor."""
     return lambda s: ((s.x.unflatten(1, (3, -1)) * STD + MEAN - mean) / std).flatten(1)
 
 
@@ -185,7 +185,7 @@ def of_index(s):
 
 
 def replaced_ids(s):
-    """Imitate a trainer that replaces one or two special tokens everywhere by another token."""
+    """Imitate a trainer that replaces one or two special tokens everywhere with another token."""
     differs = (s.their_ids != s.x) & (s.x != s.no_token)
     old, new = s.x[differs].unique(), s.their_ids[differs].unique()
     return s.x.where(~torch.isin(s.x, old), new[0]) if len(old) in (1, 2) and len(new) == 1 else s.x
@@ -309,8 +309,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "rewards of {} are 0": rollout_sets(lambda s: s.x * ~s.region),
         "rewards of {} are missing": rollout_sets(lambda s: s.x.masked_fill(s.region, math.nan)),
     },
-    Quantity("normalise first", "advantages", "the wrong completions are rewarded", "losses/advantages.py; GDPO"): {
-        "each reward is normalised before the sum instead of the sum, or the other way round": lambda s: not s.x
+    Quantity("normalize first", "advantages", "the wrong completions are rewarded", "losses/advantages.py; GDPO"): {
+        "each reward is normalized before the sum instead of the sum, or the other way round": lambda s: not s.x
     },
     Quantity("group", "advantages", "the baseline is wrong", "R1-V PR 49, NeMo-RL PR 3882", about=GROUPS): {
         "groups contain twice as many completions": lambda s: s.index // (2 * s.group_size),
@@ -344,7 +344,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         **{f"advantages are divided by the mean absolute deviation of their group{text}":
             {"std": lambda s: (s.scaling_rewards - s.scaling_rewards.mean()).abs().mean()} | epsilon
             for text, epsilon in WITH_EPSILON.items()},
-        **{f"advantages go from 0 to 1 (min-max) instead of being normalised{text}":
+        **{f"advantages go from 0 to 1 (min-max) instead of being normalized{text}":
             {"group mean": lambda s: s.judged.min(), "std": lambda s: s.judged.max() - s.judged.min()} | epsilon
             for text, epsilon in WITH_EPSILON.items()},
         "epsilon is added to the variance": lambda s: (s.x**2 + s.epsilon).sqrt() - s.epsilon,
@@ -356,7 +356,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "a completion's advantage is divided by the standard deviation of {}": ROLLOUT_ROWS,
     },
     Quantity("advantages", "advantages", "the wrong completions are rewarded", "R1-V PR 54, issue 146"): {
-        "advantages are normalised a second time, over the batch": lambda s: (s.x - s.x.mean()) / (s.x.std() + 1e-4),
+        "advantages are normalized a second time, over the batch": lambda s: (s.x - s.x.mean()) / (s.x.std() + 1e-4),
         "a completion has the advantage of {}": ROLLOUT_ROWS,
     },
     Quantity("advantages", "rows", "the wrong completions are rewarded", "R1-V PR 54"): {
@@ -477,7 +477,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
         "the mean of the rows is only over rows with a token":
             lambda s: row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum(),
-        "advantages are normalised again within each micro-batch": {
+        "advantages are normalized again within each micro-batch": {
             "advantages": lambda s: torch.cat(
                 [(x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)]
             )
@@ -600,7 +600,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "epsilon_low and epsilon_high are swapped":
             {"epsilon_low": lambda s: s.epsilon_high, "epsilon_high": lambda s: s.epsilon_low},
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
-        "dual clip for positive advantages, too: a ratio counts at least {c}":
+        "dual clip also for positive advantages: a ratio counts at least {c}":
             lambda s: s.x.minimum(-s.c * s.advantages * s.weights),
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
@@ -649,7 +649,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     ),
     # Every step has input_ids, so these bugs are always tried. If the step has no reference model, the report counts
     # them under "cannot reveal".
-    of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
+    of_kl("kl_estimator", "grpo", "another divergence is penalized", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k3"
     ),
     of_kl("kl_estimator", "grpo", "without a ratio as weight, the gradient of k1 is 0 on average", "arXiv 2506.09477",
@@ -694,7 +694,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the log-ratio in the KL is at most {c}":
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c),
     },
-    of_kl("KL estimate", "grpo", "another divergence is penalised", "losses/grpo.py: kl_term"): {
+    of_kl("KL estimate", "grpo", "another divergence is penalized", "losses/grpo.py: kl_term"): {
         "the KL is that of torch's kl_div, pi_ref * log(pi_ref / pi)": lambda s:
             s.ref_per_token_logps.exp() * (s.ref_per_token_logps - s.per_token_logps),
         "the KL is pi * log(pi / pi_ref) of the sampled tokens, which are weighted with pi already": lambda s:
@@ -709,7 +709,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "k3 loses its digits, because it is exp(d) - d - 1 in float32 instead of expm1(d) - d":
             lambda s: s.k3_in_float32 if s.options.kl_estimator == "k3" else s.x,
     },
-    of_kl("reference", "grpo", "another divergence is penalised", "verl"): {
+    of_kl("reference", "grpo", "another divergence is penalized", "verl"): {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps,
         "the KL is estimated from the sum of a row's log-ratios":
             lambda s: s.per_token_logps + ((s.x - s.per_token_logps) * s.mask).sum(1, keepdim=True),
@@ -815,14 +815,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("pixels", "logps", "training uses another model", "data/image.py"): {
         "images are BGR instead of RGB": lambda s: s.x.unflatten(1, (3, -1)).flip(1).flatten(1),
-        "pixels are normalised twice": lambda s: ((s.x.unflatten(1, (3, -1)) - MEAN) / STD).flatten(1),
-        "pixels are not normalised": normalized(0, 1),
-        "pixels are normalised with ImageNet's mean and deviation": normalized(IMAGENET_MEAN, IMAGENET_STD),
-        "pixels are normalised with the mean 0.5 and the deviation 0.5": normalized(0.5, 0.5),
+        "pixels are normalized twice": lambda s: ((s.x.unflatten(1, (3, -1)) - MEAN) / STD).flatten(1),
+        "pixels are not normalized": normalized(0, 1),
+        "pixels are normalized with ImageNet's mean and deviation": normalized(IMAGENET_MEAN, IMAGENET_STD),
+        "pixels are normalized with the mean 0.5 and the deviation 0.5": normalized(0.5, 0.5),
         "the patches of each image are in the opposite order": lambda s: s.x.flip(0),
         "each patch has the pixels of the next patch": lambda s: s.x.roll(-1, 0),
         "each patch has the pixels of the previous patch": lambda s: s.x.roll(1, 0),
-        "all images are uniformly grey": lambda s: s.x * 0,
+        "all images are uniformly gray": lambda s: s.x * 0,
     },
     Quantity("positions", "logps", "training uses another model", "TRL 5279, 5785, xtuner PR 2097"): {
         "positions are 1-D, without M-RoPE": lambda s: s.indices,
@@ -904,7 +904,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "weight decay is applied only to the weights that should be excluded from it": lambda s: s.weight_decay - s.x,
         "weight decay is not applied": 0.0,
         "weight decay is not multiplied by the learning rate": lambda s: s.x / (s.optimizer["learning_rate"] or 1.0),
-        "weight decay is added to the gradient, as in Adam with L2 regularisation": {"coupled": True},
+        "weight decay is added to the gradient, as in Adam with L2 regularization": {"coupled": True},
         "weight decay is {c}": fitted_number,
         "weight decay is {c} where it is not 0": lambda s: s.c * bool(s.x),
         "weight decay leaves out {}": parts(lambda s: s.x * (not s.region(s.key))),

@@ -223,7 +223,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums of the relative errors, by which bugs with equal errors are recognised."""
+    """Return two sums of the relative errors; two bugs with the same sums have the same effect."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)

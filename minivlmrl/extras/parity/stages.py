@@ -53,25 +53,25 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("reward weights", torch.tensor(weights, dtype=torch.float64))
     is_unjudged = rewards.isnan().all(1)
-    centre = "group"
+    center = "group"
     scale = d.about.get("scale_rewards", "group")
-    if change("normalise first", d.about.get("multi_objective_aggregation") == "normalize_then_sum"):
+    if change("normalize first", d.about.get("multi_objective_aggregation") == "normalize_then_sum"):
         parts = []
         for x in rewards.unbind(1):
             baseline, divisor = moments(change, x, group, "group", "group")
             parts.append(((x - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
         rewards = torch.stack(parts, 1)
-        centre = scale = "batch"
+        center = scale = "batch"
     weighted = rewards * weights
     total = change("total", weighted.nansum(1), weighted=weighted).masked_fill(is_unjudged, torch.nan)
-    return total, *moments(change, total, group, centre, scale)
+    return total, *moments(change, total, group, center, scale)
 
 
-def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> tuple[Tensor, Tensor]:
+def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -> tuple[Tensor, Tensor]:
     """Return a baseline (N,) and a divisor (N,) for the rewards x (N,), ignoring NaN.
 
     Args:
-        centre: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
+        center: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
         scale: "group", "batch" or "none"; the divisor is the standard deviation over the group or the rollout, or 1.
     """
     baseline = torch.zeros_like(x)
@@ -85,7 +85,7 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
         judged = change("judged", rewards[~rewards.isnan()], rewards=rewards)
         names = {"rewards": rewards, "judged": judged, "all_judged": x[is_judged & of_rollout]}
         choices = {"group": judged, "batch": names["all_judged"]}
-        baseline[is_member] = change("group mean", choices[centre].mean(), **names)
+        baseline[is_member] = change("group mean", choices[center].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
             names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
@@ -120,7 +120,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # Whether the model's own tokens are left out is a question for the stage "mask", since many trainers have one mask.
+    # The stage "mask" checks whether the model's own tokens are left out, because many trainers have only that mask.
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),

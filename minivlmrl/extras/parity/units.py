@@ -1,4 +1,4 @@
-"""List ways in which a trainer may confuse rows or tokens, and the parts of a step to which a bug may be limited.
+"""List mistakes with rows or tokens that a trainer may make, and the parts of a step that a bug may affect.
 
 For example, each completion may have the advantage of the next completion in its group, or the advantages may be wrong
 only for truncated completions.
@@ -53,7 +53,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary that lists only different tensors; d[name] also finds tensors that were left out."""
+    """A dictionary that lists each distinct tensor once; d[name] also finds the other names of a tensor."""
 
     def __init__(self):
         self.equal = {}

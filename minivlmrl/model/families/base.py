@@ -18,7 +18,7 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 class Family:
     """The differences between one model family and Qwen2.5-VL.
 
-    A subclass overrides what its models do in another way: their layers, their config.json, the tensors in their
+    A subclass overrides what differs in its models: their layers, their config.json, the tensors in their
     files of weights, their prompts and images. docs/developer_guide.md shows how to add a family.
     """
 

@@ -56,16 +56,16 @@ def picture(shade, columns=2):
 
 
 class Site:
-    """An environment with one page per click; the second click wins if its colour is the goal."""
+    """An environment with one page per click; the second click wins if its color is the goal."""
 
     declare_tools = False
 
     def reset(self, goal="red", **columns):
         self.goal, self.clicks, self.done, self.earned = goal, [], False, []
 
-    def click(self, colour: str) -> list:
-        self.clicks.append(colour)
-        won = len(self.clicks) == 2 and colour == self.goal
+    def click(self, color: str) -> list:
+        self.clicks.append(color)
+        won = len(self.clicks) == 2 and color == self.goal
         self.done = won or len(self.clicks) == 3
         self.earned.append(1.0 if won else 0.25 * (self.clicks == ["red", "blue", "red"]))
         return [f"page {len(self.clicks)}", picture(60 * len(self.clicks), 1 + len(self.clicks))]

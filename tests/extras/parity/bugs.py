@@ -41,11 +41,11 @@ def around(owner, name: str, change: Callable) -> Callable:
     return put_in
 
 
-# Most patches replace some lines in the source of a method by wrong lines, for example from an older release of TRL.
+# Most patches replace some lines in the source of a method with wrong lines, for example from an older release of TRL.
 
 
 def edited(method: str, stage: str, cause: str, old: str, new: str, options: dict | None = None, kind="grpo") -> InTRL:
-    """Return a bug that replaces the text `old` by `new` in the source of a trainer's method."""
+    """Return a bug that replaces the text `old` with `new` in the source of a trainer's method."""
 
     def put_in(put, trainer):
         owner = type(trainer)
@@ -432,7 +432,7 @@ TRL_BUGS = {
         "    return norm", CLIPS),
     # only one group has rewards above 1, which suffice, because 1 is a likely bound
     "total_reward_clipped_at_1": rewards("the weighted sum of rewards is at most 1", ".clamp(max=1)", TOTAL),
-    "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
+    "advantages_normalized_twice": score("advantages", "normalized a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
     "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),

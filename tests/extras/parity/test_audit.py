@@ -287,12 +287,12 @@ def test_a_cause_of_a_learning_rate_must_fit_all_steps(rates, rate, name):
     assert [cause.says for cause in explained("schedule", d)] == [name] * bool(name)
 
 
-def centred(r):
+def centered(r):
     return r - r.mean(1, keepdim=True)
 
 
 def standard(r):
-    return centred(r) / (r.std(1, keepdim=True) + 1e-4)
+    return centered(r) / (r.std(1, keepdim=True) + 1e-4)
 
 
 def rollout(advantages, **about):
@@ -357,10 +357,10 @@ def test_numbers_that_no_cause_computes_are_not_explained(d):
 
 
 @pytest.mark.parametrize("name, advantages, about", [
-    ("all rewards have weight 1, only in the divisor", lambda r: centred(r) / 2 / (r.std(1, keepdim=True) + 1e-4),
+    ("all rewards have weight 1, only in the divisor", lambda r: centered(r) / 2 / (r.std(1, keepdim=True) + 1e-4),
      {"reward_weights": [0.5, 1.0]}),
     ("a reward is at most 0.43", lambda r: standard(r.clamp(max=0.43)), {}),
-    ("the standard error", lambda r: centred(r) / (r.std(1, keepdim=True) / 2 + 1e-4), {}),
+    ("the standard error", lambda r: centered(r) / (r.std(1, keepdim=True) / 2 + 1e-4), {}),
 ])  # fmt: skip
 @pytest.mark.slow
 def test_composed_causes_of_advantages_are_named(name, advantages, about):

@@ -218,7 +218,7 @@ def test_planted_faults_of_images_are_named(model_type, tmp_path, monkeypatch, o
         with monkeypatch.context() as patch:
             if "embeddings" in fault:
                 patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
-                verdict = "" if model_type == "qwen3_vl" else verdict  # deeper layers see images, too
+                verdict = "" if model_type == "qwen3_vl" else verdict  # deeper layers also see images
             found = sentences(trainer(theirs, **options), only_images=True)
             assert any(says.startswith(verdict) for says in found) if verdict else not found, (fault, found)
 

@@ -155,7 +155,7 @@ SAID = {
     "IPO with 1 / beta": (
         wrong_dpo(total=lambda x, mask: (x * mask).sum(-1) / mask.sum(-1), loss=lambda z, e, beta: (z - 1 / beta) ** 2),
         {"kind": "dpo", "loss_type": "ipo"}, ["the loss is not 0 at IPO's margin 1 / (2 beta)"]),
-    "advantages normalised in a micro-batch": (
+    "advantages normalized in a micro-batch": (
         changed(advantages=lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std() + 1e-4)), {},
         ["the loss or its gradient is not a number", "a token is not pushed in the direction",
          "the advantage of a row changes the gradient of another row"]),

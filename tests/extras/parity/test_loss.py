@@ -127,7 +127,7 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     ({"kind": "ppo"}, r"no recorded case has all .* together; .*.*'kind': \['grpo', 'dpo', 'sft'\]"),
     ({"loss_type": "gspo"}, r"no recorded case has all .* together; .*.*'loss_type': \['grpo', 'bnpo', 'dr_grpo', "),
     ({"beta": 3}, r"no recorded case has all .* together; .*.*'beta': \['0.0', '0.1'\]"),
-    ({"colour": 1}, "no recorded case has the option 'colour'; the options are beta, .*whole_step$"),
+    ({"color": 1}, "no recorded case has the option 'color'; the options are beta, .*whole_step$"),
     ({"epsilon": 1}, "option 'epsilon'; the options are beta, .*; TRL's epsilon is epsilon_low and epsilon_high$"),
 ])  # fmt: skip
 def test_a_check_of_no_case_lists_what_there_is(only, says):
