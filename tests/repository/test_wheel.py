@@ -206,7 +206,7 @@ def test_all_files_name_the_same_version():
 
 
 def test_what_is_installed_is_pinned():
-    """Indirect dependencies are pinned, too, except for CUDA packages, which PyTorch pins itself."""
+    """Indirect dependencies are also pinned, except for CUDA packages, which PyTorch pins itself."""
     lines = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     pins = dict(lines)
     assert len(pins) == len(lines)
