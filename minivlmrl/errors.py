@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from opcode import opmap
 from pathlib import Path
@@ -91,8 +91,8 @@ def check_field(valid: bool, name: str, value: Any, expected: str):
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
     # reprlib.repr converts only the first elements of a long list to text, and so is faster than repr.
-    shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
-    return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
+    to_text = reprlib.repr if isinstance(value, list | dict) else repr
+    return ValueError(f"{name} is {excerpt(value, 80, to_text)}, but it must be {expected}")
 
 
 def shortened(error: str | Exception) -> str:
@@ -152,6 +152,16 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 row" or "3 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def excerpt(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str:
+    """Return a value's repr for an error message; a repr of more than `limit` characters is cut and ends with "...".
+
+    Args:
+        to_text: function that converts the value to text.
+    """
+    text = to_text(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context
+from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context, excerpt
 from minivlmrl.load_extra import load_extra
 
 
@@ -148,7 +148,9 @@ def check_function(kind: str, text: str, function: Any):
             f"{function.__name__}()` in your file, and give this name"
         )
     if not callable(function):
-        raise ValueError(f"{kind} {text} is {function!r:.80}, but it must be a function or an object with __call__")
+        raise ValueError(
+            f"{kind} {text} is {excerpt(function, 80)}, but it must be a function or an object with __call__"
+        )
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:

@@ -4,6 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, part_kind
+from minivlmrl.errors import excerpt
 
 
 class Control(str):
@@ -61,13 +62,13 @@ def layout_turn(message: dict) -> list[str]:
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(
             "this chat template can only render messages that have content and no tool_calls, but "
-            f"a message is {message!r:.80}"
+            f"a message is {excerpt(message, 80)}"
         )
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)
         if kind is None:
-            raise ValueError(f"a part of a message must be text, an image or a video, but it is {part!r:.80}")
+            raise ValueError(f"a part of a message must be text, an image or a video, but it is {excerpt(part, 80)}")
         if kind == "text":
             pieces.append(part["text"])
         else:
@@ -93,7 +94,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         if any(turn.get(key) for key in THOUGHT_KEYS):
             raise ValueError(
-                f"the chat template does not render the thought of the answer {turn!r:.80}; write "
+                f"the chat template does not render the thought of the answer {excerpt(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>

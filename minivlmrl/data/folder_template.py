@@ -34,7 +34,7 @@ from minivlmrl.data.chat_template import (
 from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
-from minivlmrl.errors import counted, did_you_mean, error_context
+from minivlmrl.errors import counted, did_you_mean, error_context, excerpt
 from minivlmrl.json_files import parse_json, read_json
 
 # files that can contain a chat template, in the order of transformers
@@ -324,7 +324,7 @@ def _template_in(path: Path) -> str | None:
     if text is None and path.name != "chat_template.json":
         return None
     if not isinstance(text, str):
-        raise ValueError(f"{path}: chat_template is {text!r:.40}, but it must be the text of a template")
+        raise ValueError(f"{path}: chat_template is {excerpt(text, 40)}, but it must be the text of a template")
     return text
 
 

@@ -29,7 +29,7 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
-from minivlmrl.errors import counted, error_context
+from minivlmrl.errors import counted, error_context, excerpt
 from minivlmrl.json_files import check_downloaded
 
 # keys of an image or video part that may name a file, such as "image_url" or "path"
@@ -249,7 +249,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {source!r:.60}")
+        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {excerpt(source, 60)}")
     return Media(kind, source, options)
 
 

@@ -8,7 +8,7 @@ have "tool_calls" instead of content. The word "turn" also means a message.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 
 MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video replaces
 KINDS = ("image", "video")
@@ -99,8 +99,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise ValueError(
-            f"data.prompt_template {template!r:.60} marks the place of an image or video, but the prompt's parts "
-            "already do; remove the mark"
+            f"data.prompt_template {excerpt(template, 60)} marks the place of an image or video, but the prompt's "
+            "parts already do; remove the mark"
         )
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
@@ -175,7 +175,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(
-                f"{name} has the key {key!r} with {value[key]!r:.40}, which is not read; the keys are "
+                f"{name} has the key {key!r} with {excerpt(value[key], 40)}, which is not read; the keys are "
                 f"{', '.join(known)}. Remove the key; an image is a part {{type: image, image: ...}}"
             )
 
@@ -192,10 +192,12 @@ def check_messages(messages: list[dict]):
         if not (isinstance(fields.get("role"), str) and are_calls and says):
             raise ValueError(
                 f"message {number} must have a role, and content that is a text or a list of "
-                f"parts, but it is {message!r:.80}"
+                f"parts, but it is {excerpt(message, 80)}"
             )
         for part in content_parts(message):
             if part_kind(part) is None:
-                raise ValueError(f"message {number} has a part that is neither text, image nor video: {part!r:.80}")
+                raise ValueError(
+                    f"message {number} has a part that is neither text, image nor video: {excerpt(part, 80)}"
+                )
         if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")

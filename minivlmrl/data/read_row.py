@@ -22,7 +22,7 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import error_context
+from minivlmrl.errors import error_context, excerpt
 
 Answers = dict[str, str | list[dict]]
 
@@ -111,7 +111,7 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
     if len(conversations) < 2:
         given = sorted(name for name, value in columns.items() if value is not None)
         raise LayoutError(
-            f"column 'problem' is missing; the row has {given!r:.200}. Rename the column of the question with "
+            f"column 'problem' is missing; the row has {excerpt(given, 200)}. Rename the column of the question with "
             "data.columns: {YOURS: problem}, or set the same question for all rows with data.prompt_template"
         )
     pairs = zip(*conversations, strict=False)

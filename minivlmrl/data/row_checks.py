@@ -38,7 +38,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, counted, did_you_mean, error_context
+from minivlmrl.errors import check_field, counted, did_you_mean, error_context, excerpt
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # {role: the keys of its turns}
@@ -119,13 +119,13 @@ def check_columns(columns: dict, known: Collection[str]):
             check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
         if name in ("tools", "functions") and name not in known and declares_tools(value):
             raise ValueError(
-                f"column {name!r} declares tools that the prompt would not show: {value!r:.60}. Remove the column, or "
-                f"keep it for a reward with data.columns: {{{name}: {name}}}"
+                f"column {name!r} declares tools that the prompt would not show: {excerpt(value, 60)}. Remove the "
+                f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
                 kind = LayoutError if isinstance(value, str | dict) else ValueError
-                raise kind(f"column {name!r} is {value!r:.60}, but it must be {TYPE_WORDS[TEXTS[name]]}")
+                raise kind(f"column {name!r} is {excerpt(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
             with error_context(f"column {name!r}"):
                 check_turns(as_turns(value), name == "prompt")
 
@@ -161,14 +161,14 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
     if foreign:
         raise LayoutError(
             f"message {turns.index(foreign[0])} must have a role, and content that is a text or a list of parts, but "
-            f"it is {foreign[0]!r:.80}"
+            f"it is {excerpt(foreign[0], 80)}"
         )
     check_messages(turns)
     roles = [turn["role"] for turn in turns]
     if not turns or not TURN_KEYS.keys() >= set(roles):
         raise LayoutError(
             f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are "
-            f"{roles!r:.80}"
+            f"{excerpt(roles, 80)}"
         )
     for number, turn in enumerate(turns):
         check_loss_keys(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
@@ -187,7 +187,9 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())
     if is_mixed or any(flag not in (False, True) for flag in flags.values()):
-        raise ValueError(f"{name}: {flags!r:.80} must be true, 1, false or 0, and must not contradict each other")
+        raise ValueError(
+            f"{name}: {excerpt(flags, 80)} must be true, 1, false or 0, and must not contradict each other"
+        )
     if any(flags.values()) and not can_be_trained:
         raise ValueError(
             f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
@@ -199,7 +201,7 @@ def check_parts(turn: dict, name: str):
     """Raise ValueError if a part or a tool call of a turn has something that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise ValueError(
-            f"a text seems to contain an image that the model would not see: {encoded[0]!r:.60}. Write it as a "
+            f"a text seems to contain an image that the model would not see: {excerpt(encoded[0], 60)}. Write it as a "
             "part {type: image, image: ...}"
         )
     for part in content_parts(turn):
@@ -207,7 +209,7 @@ def check_parts(turn: dict, name: str):
         if kind == "text":
             check_keys(part, ("type", "text"), f"a text of {name}")
         elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
-            raise ValueError(f"{name} has a part of two kinds: {part!r:.80}; write two parts")
+            raise ValueError(f"{name} has a part of two kinds: {excerpt(part, 80)}; write two parts")
     for call in turn.get("tool_calls") or []:
         check_keys(call, CALL_KEYS, f"a tool call of {name}")
         check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
@@ -220,7 +222,7 @@ def check_texts(columns: dict):
         if isinstance(value, str) and RENDERED.match(value):
             raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
         if isinstance(value, str) and is_list_text(value, name):
-            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {value!r:.60}")
+            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {excerpt(value, 60)}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
         raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")
@@ -294,7 +296,7 @@ def check_required(row: Row, required: Collection[str]):
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
         message = (
-            f"column {name!r} is missing; the row has {given!r:.200}. Rename a column with data.columns: "
+            f"column {name!r} is missing; the row has {excerpt(given, 200)}. Rename a column with data.columns: "
             f"{{YOURS: {name}}}{did_you_mean(name, unknown)}"
         )
         if name in (*ANSWERS, "label", "solution"):
@@ -324,7 +326,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
                 continue
             target = f"{kind}s" if isinstance(columns[name], list) else kind
             article = "an" if kind == "image" else "a"
-            shown = counted(len(item), "byte") if isinstance(item, bytes) else f"{item!r:.60}"
+            shown = counted(len(item), "byte") if isinstance(item, bytes) else excerpt(item, 60)
             raise ValueError(
                 f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
                 f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "

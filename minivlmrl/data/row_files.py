@@ -15,7 +15,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
-from minivlmrl.errors import check_field, error_context, optional_dependency
+from minivlmrl.errors import check_field, error_context, excerpt, optional_dependency
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
 # types in parquet files that JSON does not have; values of these types are converted to text
@@ -190,7 +190,7 @@ class Arrow:
                 raise ValueError(f"{path}: the parquet file cannot be read ({error})") from error
             for name in column_names:
                 if name and column_names.count(name) > 1:
-                    raise ValueError(f"{path}: two columns have the name {name!r:.60}; rename one of them")
+                    raise ValueError(f"{path}: two columns have the name {excerpt(name, 60)}; rename one of them")
             for group in range(file.num_row_groups):
                 self.groups.append((path, file_start, file, group))
                 self.starts.append(self.starts[-1] + file.metadata.row_group(group).num_rows)

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minivlmrl.data.chat_template import Control
+from minivlmrl.errors import excerpt
 from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens, in the order of their ids (151643 to 151656 in published checkpoints)
@@ -75,7 +76,9 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate") from error
+            raise ValueError(
+                f"the text {excerpt(text, 60)} is not valid Unicode; it may contain a lone surrogate"
+            ) from error
 
     def decode(self, ids: list[int]) -> str:
         """Decode token ids to a text, including control tokens such as <|im_end|>."""
@@ -127,7 +130,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "the model's original checkpoint"
         ) from error
     if unknown:
-        raise ValueError(f"{path} lacks the token {unknown[0]!r:.60}, which {' or '.join(TOKEN_FILES)} lists; {advice}")
+        raise ValueError(
+            f"{path} lacks the token {excerpt(unknown[0], 60)}, which {' or '.join(TOKEN_FILES)} lists; {advice}"
+        )
     return tokenizer
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import check_field, error_context, excerpt
 from minivlmrl.files import RUN_CONFIG, file_to_write
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
@@ -280,7 +280,8 @@ def data_uri(folder: Path, path: str) -> str:
     # Only files in images/ are allowed, so that a manipulated completions.jsonl cannot put other files into the report.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
-            f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."
+            f"{excerpt(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
+            "this file."
         )
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import lowered_metrics, noise
@@ -242,8 +242,8 @@ class WarningRules:
                 yield (
                     f"blind {reward.name}",
                     f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} ({mean:.3g}) is no better "
-                    f"than always answering {solution!r:.80} ({baseline:.3g}). Check that each solution belongs to its "
-                    f"row; if it does, the model needs {self.demonstrations}.",
+                    f"than always answering {excerpt(solution, 80)} ({baseline:.3g}). Check that each solution "
+                    f"belongs to its row; if it does, the model needs {self.demonstrations}.",
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import FilePath
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import check_field, error_context, excerpt
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -172,7 +172,7 @@ def _read_config(file: Path) -> PeftConfig:
     with error_context(file):
         for name in UNSUPPORTED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported. {MERGE}")
+                raise ValueError(f"{name} is {excerpt(values[name], 60)}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
             is_name = LAYER.fullmatch(name) is not None
             check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")

@@ -20,7 +20,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
@@ -76,7 +76,7 @@ class RewardLog:
         if name in STEP_METRICS:  # the line of the step would lose its own value
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise ValueError(f"log_metric: {name} is {number!r:.80}, but it must be a finite number")
+            raise ValueError(f"log_metric: {name} is {excerpt(number, 80)}, but it must be a finite number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
@@ -178,7 +178,7 @@ class Reward:
                 one = {name: [values[i]] for name, values in columns.items()}
                 self.function(**one | callbacks)
             except Exception:
-                return f"{row and f'{row}: '}reward {self.name}, for the completion {text!r:.80}"
+                return f"{row and f'{row}: '}reward {self.name}, for the completion {excerpt(text, 80)}"
         return f"reward {self.name}, for {counted(len(rows), 'completion')} together"
 
 
@@ -211,7 +211,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         scored_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise RewardFailed(
-            f"reward {name} returned {values!r:.80}, but "
+            f"reward {name} returned {excerpt(values, 80)}, but "
             f"it must return a list with one number per completion, here {len(completions)}"
         ) from error
     checked = []
@@ -223,7 +223,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
             checked.append(float(value))
         else:
             raise RewardFailed(
-                f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}, "
+                f"{prefix}reward {name} returned {excerpt(value, 80)} for the completion {excerpt(text, 80)}, "
                 "but it must return a finite number, or None if it cannot score the completion"
             )
     return checked

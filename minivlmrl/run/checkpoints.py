@@ -32,7 +32,7 @@ from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import counted, error_context, phase
+from minivlmrl.errors import counted, error_context, excerpt, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -281,7 +281,7 @@ class CheckpointManager:
                     f"resume: the base weights of the adapter have changed since {self.resumed} "
                     "was saved; restore the earlier weights (model.path) and adapter.quantize"
                 )
-            change = f"{name} was {old_value!r:.80} and is now {new_value!r:.80}"
+            change = f"{name} was {excerpt(old_value, 80)} and is now {excerpt(new_value, 80)}"
             if is_hash:
                 change = f"changed since {self.resumed} was saved: {name}"
             is_about_rows = re.match(rf"({ROWS})?data\.(?!eval_)", name)

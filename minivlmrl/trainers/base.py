@@ -18,7 +18,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import phase
+from minivlmrl.errors import excerpt, phase
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -234,7 +234,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
-            f"{name} returned {result!r:.200}, but it must return the loss, a tensor without dimensions, and a "
+            f"{name} returned {excerpt(result, 200)}, but it must return the loss, a tensor without dimensions, and a "
             "dictionary of metrics, which are such tensors and have other names than stage, step and loss: "
             "return loss, {}"
         )

@@ -23,6 +23,7 @@ from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import excerpt
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
@@ -316,7 +317,7 @@ def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise ValueError(
-            f"grpo.advantages {name} returned {advantages!r:.200}, but it must return a float tensor of shape "
+            f"grpo.advantages {name} returned {excerpt(advantages, 200)}, but it must return a float tensor of shape "
             f"({len(totals)},) with one finite advantage for each completion, even if their rewards are equal"
         )
     return advantages

@@ -9,7 +9,7 @@ import pytest
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import build, parse_yaml, read_value
-from minivlmrl.errors import check_field, error_context, shortened
+from minivlmrl.errors import PACKAGE, check_field, error_context, excerpt, shortened
 
 
 @dataclass
@@ -151,6 +151,22 @@ def test_an_alias_is_refused():
         with pytest.raises(ValueError, match=r"not valid YAML \(the alias \*a0? is not supported; write its value"):
             parse_yaml(text)
     assert parse_yaml("a: &a 1") == {"a": 1}
+
+
+def test_a_cut_value_ends_with_dots():
+    assert excerpt("a" * 58, 60) == repr("a" * 58)
+    assert excerpt("a" * 59, 60) == f"'{'a' * 59}..."
+    with pytest.raises(ValueError, match=r"^size is \[0, 1, 2, 3, 4, 5, \.\.\.\], but"):
+        check_field(False, "size", list(range(90)), "short")
+    with pytest.raises(ValueError, match=r"^size is '123.*567\.\.\., but it must be short$"):
+        check_field(False, "size", "123456789" * 9, "short")
+
+
+def test_values_are_cut_only_by_excerpt():
+    """A precision such as the .60 of {value!r:.60} would cut a value without dots."""
+    for folder in (PACKAGE, PACKAGE.parent / "recipes"):
+        for path in folder.rglob("*.py"):
+            assert "!r:." not in path.read_text(encoding="utf-8"), path
 
 
 def test_long_quoted_values_are_shortened():

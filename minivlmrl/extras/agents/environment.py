@@ -13,7 +13,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import counted, error_context
+from minivlmrl.errors import counted, error_context, excerpt
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
@@ -96,7 +96,7 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     members = {}
     for function in listed:
         if not inspect.isfunction(function):
-            raise ValueError(f"expected a class, a function or a list of functions, but found {functions!r:.60}")
+            raise ValueError(f"expected a class, a function or a list of functions, but found {excerpt(functions, 60)}")
         members[function.__name__] = staticmethod(function)
     return type("Functions", (Stateless,), members)
 

@@ -21,7 +21,7 @@ from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, counted, error_context
+from minivlmrl.errors import check_field, counted, error_context, excerpt
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
@@ -119,7 +119,7 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(
-            f"reset returned {text!r:.40}, but it must return None; put text for the model into the row's prompt"
+            f"reset returned {excerpt(text, 40)}, but it must return None; put text for the model into the row's prompt"
         )
     return environment
 

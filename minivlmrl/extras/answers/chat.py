@@ -24,7 +24,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 from minivlmrl.extras.answers.evaluate import find_recipe, read_section, trained_quantization
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
@@ -72,7 +72,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
         saved = read_section(recipe, "sampling")
         fields["sampling"] = {name: saved[name] for name in ("stop_token_ids", "stop_strings") if name in saved}
         config = load_config(recipe, [*as_overrides(fields), *overrides], is_found=True)
-        text = f"{config.data.prompt_template!r:.80}"
+        text = excerpt(config.data.prompt_template, 80)
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:
         config = load_config(recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides])

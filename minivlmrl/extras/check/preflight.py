@@ -17,7 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import USER_FILES, error_context
+from minivlmrl.errors import USER_FILES, error_context, excerpt
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.generation.environments import begin_environment
@@ -52,7 +52,9 @@ class Preflight(Callback):
                     find(config)
             except Exception as error:  # the first import, before this one, had no error
                 if world.is_main:
-                    print(f"no trial call of the rewards, because a file cannot be imported twice: {error!r:.200}")
+                    print(
+                        f"no trial call of the rewards, because a file cannot be imported twice: {excerpt(error, 200)}"
+                    )
             else:
                 try_rewards(config, needs, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")

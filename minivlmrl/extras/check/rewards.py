@@ -18,7 +18,7 @@ from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.rows import Completion, Dataset, Row
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards, image_extents, reward_columns
@@ -142,8 +142,9 @@ def check_contradictions(
             yield (
                 f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the column solution, "
                 f"according to reward {reward.name}. For example, {row.where} has the solution "
-                f"{row.columns['solution']!r:.60} and the answer {answer_text(row, names[0])!r:.80}. Compare the "
-                "solution, the answer and the image of these rows, because one of the columns may be shuffled."
+                f"{excerpt(row.columns['solution'], 60)} and the answer {excerpt(answer_text(row, names[0]), 80)}. "
+                "Compare the solution, the answer and the image of these rows, because one of the columns may be "
+                "shuffled."
             )
 
 
@@ -162,7 +163,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
             unparsed.append(answer)
     if names and len(unparsed) > 0.2 * len(texts):
         yield (
-            f"{len(unparsed)} of {len(texts)} answers, for example {unparsed[0]!r:.80}, contain no "
+            f"{len(unparsed)} of {len(texts)} answers, for example {excerpt(unparsed[0], 80)}, contain no "
             f"box that reward {names[0]} can parse. Ask for boxes in the format "
             '{"bbox_2d": [x1, y1, x2, y2]}, or write a reward that parses these answers.'
         )
@@ -237,7 +238,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
             yield (
                 f"Reward {reward.name} gave different values for the same completions when it was "
                 f"called twice, for example {values[*index, k]:.4g} and {again[*index, k]:.4g} for "
-                f"{text_lists[index[0]][index[1]]!r:.60}. In a group with equal rewards, even small "
+                f"{excerpt(text_lists[index[0]][index[1]], 60)}. In a group with equal rewards, even small "
                 "noise becomes large advantages. Remove the random numbers from the reward."
             )
 
@@ -263,7 +264,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
             yield (
                 f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes, or "
                 f"texts or indices of choices, which reward {reward.name} compares as text. For example, the answer "
-                f"{text!r:.40} gets {value:.2f} for the solution {solution!r:.60}. Write one text as "
+                f"{excerpt(text, 40)} gets {value:.2f} for the solution {excerpt(solution, 60)}. Write one text as "
                 "the solution of each row, or use a reward that reads these solutions, such as "
                 "recipes/answers.py:choice for the letter of a choice."
             )
@@ -305,9 +306,9 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             right, wrong = pair.score_answers([first, other])
             if (wrong < right).any():
                 yield (
-                    f"The solutions {first!r:.60} ({counted(solution_counts[first], 'row')}) and {other!r:.60} "
-                    f"({counted(solution_counts[other], 'row')}) seem to be two names of one label, "
-                    "but an answer with one name is wrong where the other one is the solution. Use one name for "
+                    f"The solutions {excerpt(first, 60)} ({counted(solution_counts[first], 'row')}) and "
+                    f"{excerpt(other, 60)} ({counted(solution_counts[other], 'row')}) seem to be two names of one "
+                    "label, but an answer with one name is wrong where the other one is the solution. Use one name for "
                     "each label."
                 )
                 return
@@ -335,7 +336,7 @@ def check_constant(
     # If the constant answer scores far higher, the reward cannot read right answers; other checks report this.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
-            f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
+            f"Always answering {excerpt(format_completion(solution, trial.processor), 80)} scores "
             f"{constant_mean / right_mean:.2f} times as much as right answers{of_rows}, so the "
             f"policy hardly needs the images. Balance the solutions{of_rows or ' of the rows'}."
         )
@@ -355,8 +356,8 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
-                f"Reward {reward.name} is {mean:.2f} for {name} ({text!r:.40}), so the policy would learn to write "
-                "this text. Change the reward so that it depends on the answer."
+                f"Reward {reward.name} is {mean:.2f} for {name} ({excerpt(text, 40)}), so the policy would learn to "
+                "write this text. Change the reward so that it depends on the answer."
             )
 
 
@@ -395,7 +396,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
     if faults.any():
         index = int(faults.int().argmax())
         yield (
-            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {answers[index]!r:.60} to "
+            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {excerpt(answers[index], 60)} to "
             f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was scored for another row "
             "before. If the function caches values, add the solution to the key of the cache."
         )

@@ -10,7 +10,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.errors import counted
+from minivlmrl.errors import counted, excerpt
 from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
@@ -77,7 +77,7 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
             if first.columns.get("solution") != row.columns.get("solution"):
                 faults.append((first, row))
     if faults:
-        pair = [f"{row.where} has {row.columns.get('solution')!r:.60}" for row in faults[0]]
+        pair = [f"{row.where} has {excerpt(row.columns.get('solution'), 60)}" for row in faults[0]]
         yield (
             f"{counted(len(faults), 'row')} with the prompt and the images of an earlier row, but another solution: "
             f"{', and '.join(pair)}. Remove the wrong row of each pair."

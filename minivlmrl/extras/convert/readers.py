@@ -13,7 +13,7 @@ from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
 from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
 from minivlmrl.data.row_files import map_nested
-from minivlmrl.errors import check_field, counted, error_context
+from minivlmrl.errors import check_field, counted, error_context, excerpt
 from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has another layout
@@ -199,7 +199,9 @@ def read_rendered(row: Columns) -> Columns | None:
     for role, content in RENDERED.findall(text):
         turns.append(turn_of(role, VISION.sub(lambda tag: f"<{tag[1]}>", content)))
     if RENDERED.sub("", text).strip() or not turns:
-        raise ValueError(f"column {name!r}: {text!r:.80} is not a whole conversation of <|im_start|> and <|im_end|>")
+        raise ValueError(
+            f"column {name!r}: {excerpt(text, 80)} is not a whole conversation of <|im_start|> and <|im_end|>"
+        )
     is_whole = turns[-1]["role"] == "assistant" and name == "text"
     return row.put(**{"messages" if is_whole else "prompt": turns})
 
@@ -226,8 +228,8 @@ def drop_repeated_prompt(row: Columns):
     last = as_turns(prompt, "user")[-1:] if prompt else []
     if prompt and not any(text_of(turn) == text_of(last[0]) for turn in asked):
         raise ValueError(
-            f"the prompt {text_of(last[0])!r:.60} is not a turn of the conversation `chosen`; remove the prompt, or "
-            "the turns before the answer in `chosen` and `rejected`"
+            f"the prompt {excerpt(text_of(last[0]), 60)} is not a turn of the conversation `chosen`; remove the "
+            "prompt, or the turns before the answer in `chosen` and `rejected`"
         )
     for name in ("prompt", "problem"):
         row.pop(name, None)  # the conversations repeat it
@@ -262,7 +264,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
         speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise ValueError(
-                f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
+                f"turn {number} is {excerpt(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
         if not turn.keys() & {"value", "content", "tool_calls"}:
             raise ValueError(
@@ -327,7 +329,9 @@ def add_choices(row: Columns):
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
     if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
-        raise ValueError(f"the choices {choices!r:.60} seem to be images, which the prompt must show; see --format")
+        raise ValueError(
+            f"the choices {excerpt(choices, 60)} seem to be images, which the prompt must show; see --format"
+        )
     answer = row.get("answer", row.get("solution"))
     # An index, as in AI2D, is no answer: it is not clear whether indices begin with 0, and the prompt lists letters.
     is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
