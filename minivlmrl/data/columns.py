@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from minivlmrl.config.types import BoxSpace
+from minivlmrl.errors import did_you_mean, excerpt
 
 # {column: types of its values}; a row may have only one of the columns problem, prompt and messages
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
@@ -26,12 +27,33 @@ class LayoutError(ValueError):
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename a row's columns all at once, so that two columns can swap names. pandas' NaN becomes None."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
-    renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and row.get(theirs) is not None}
+    renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
     for theirs, ours in renamed.items():
+        if row[theirs] is None:
+            columns.setdefault(ours, None)
+            continue
         if columns.get(ours) is not None:
             raise ValueError(
                 f"data.columns renames {theirs!r} to {ours!r}, but the row already has both columns; remove one of them"
             )
         columns[ours] = row[theirs]
     return columns
+
+
+def missing_column(name: str, columns: dict, cure: str) -> ValueError:
+    """Return the error for a column without a value: a LayoutError if the row may have the layout of another project.
+
+    Args:
+        name: the column, which the row lacks or in which it has None.
+        columns: the row's columns.
+        cure: how to rename a column or do without it; a sentence without its period.
+    """
+    if name in columns:
+        return ValueError(f"column {name!r} has no value in this row: write a value or remove the row")
+    given = sorted(other for other, value in columns.items() if value is not None)
+    unknown = [other for other in given if other not in (*TEXTS, *VALUES, "solution")]
+    # with difflib's own cutoff of 0.6, `conversations` would seem to be a typo of `completion`
+    meant = did_you_mean(name, unknown, cutoff=0.7)
+    kind = ValueError if meant else LayoutError
+    return kind(f"column {name!r} is missing; the row has {excerpt(given, 200)}{meant or '.'} {cure}")

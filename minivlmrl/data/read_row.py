@@ -10,7 +10,7 @@ The functions expect a row that row_checks.check_columns has checked.
 from itertools import takewhile
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.data.columns import ANSWERS, PROMPTS, LayoutError
+from minivlmrl.data.columns import ANSWERS, PROMPTS, missing_column
 from minivlmrl.data.media import Media, place_media, read_media
 from minivlmrl.data.messages import (
     MARK,
@@ -22,7 +22,7 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import error_context, excerpt
+from minivlmrl.errors import error_context
 
 Answers = dict[str, str | list[dict]]
 
@@ -109,11 +109,12 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
     """Return the turns with which the conversations `chosen` and `rejected` both begin."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
-        given = sorted(name for name, value in columns.items() if value is not None)
-        raise LayoutError(
-            f"column 'problem' is missing; the row has {excerpt(given, 200)}. Rename the column of the question with "
-            "data.columns: {YOURS: problem}, or set the same question for all rows with data.prompt_template"
+        name = next((name for name in PROMPTS if name in columns), "problem")
+        cure = (
+            "Rename the column of the question with data.columns: {YOURS: problem}, or set the same question for all "
+            "rows with data.prompt_template"
         )
+        raise missing_column(name, columns, cure)
     pairs = zip(*conversations, strict=False)
     shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     if not shared:

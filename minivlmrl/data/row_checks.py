@@ -20,7 +20,7 @@ from pathlib import Path
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS, TEXTS, VALUES, LayoutError
+from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS, TEXTS, VALUES, LayoutError, missing_column
 from minivlmrl.data.media import Media, read_media
 from minivlmrl.data.messages import (
     ENCODED,
@@ -38,7 +38,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, counted, did_you_mean, error_context, excerpt
+from minivlmrl.errors import check_field, counted, error_context, excerpt
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # {role: the keys of its turns}
@@ -289,20 +289,15 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise LayoutError if a row lacks a column that a stage or a reward needs."""
-    given = sorted(name for name, value in row.columns.items() if value is not None)
-    unknown = [name for name in given if name not in (*ANSWERS, "label", "solution", "problem")]
+    """Raise ValueError if a row lacks a column that a stage or a reward needs."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
-        message = (
-            f"column {name!r} is missing; the row has {excerpt(given, 200)}. Rename a column with data.columns: "
-            f"{{YOURS: {name}}}{did_you_mean(name, unknown)}"
-        )
-        if name in (*ANSWERS, "label", "solution"):
-            raise LayoutError(message)
+        error = missing_column(name, row.columns, f"Rename a column with data.columns: {{YOURS: {name}}}")
+        if name in row.columns or name in (*ANSWERS, "label", "solution"):
+            raise error
         raise ValueError(
-            f"{message}. A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
+            f"{error}. A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
             "columns of the rows"
         )
 

@@ -1,6 +1,7 @@
 """Test that columns of row files become prompts and answers, and that errors name the line of a row."""
 
 import json
+import math
 import os
 import re
 
@@ -35,18 +36,38 @@ def test_columns_of_other_rows_and_constants(write_rows):
     assert "row_rewards" not in FileDataset(file)[0].columns
 
 
-@pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
-def test_a_missing_column_is_named_with_its_line(write_rows, row):
+def test_a_missing_column_is_named_with_its_line(write_rows):
     message = r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]\. Rename a column with data\.col"
     with pytest.raises(ValueError, match=message):
-        FileDataset(write_rows({"problem": "a", "solution": "b"}, row), ("problem", "solution"))
+        FileDataset(write_rows({"problem": "a", "solution": "b"}, {"problem": "a"}), ("problem", "solution"))
 
 
-@pytest.mark.parametrize(
-    ("column", "end"), [("solution", r"\{YOURS: completion\}\."), ("completed", r"did you mean completed\?")]
-)
-def test_only_a_column_without_a_meaning_of_its_own_is_proposed(write_rows, column, end):
-    with pytest.raises(ValueError, match=f"column 'completion' is missing; .*{end} If the rows"):
+@pytest.mark.parametrize("column", ["problem", "solution", "level"])
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_a_column_without_a_value_is_neither_renamed_nor_converted(write_rows, column, value):
+    row = {"problem": "a", "solution": "b", "level": 1}
+    expected = f"rows.jsonl:3: column {column!r} has no value in this row: write a value or remove the row"
+    for ours, columns in ((column, {}), ("theirs", {"theirs": column})):
+        rows = [{name if name != column else ours: row[name] for name in row} for _ in range(4)]
+        rows[2][ours] = value
+        with pytest.raises(ValueError) as error:
+            FileDataset(write_rows(*rows), ("problem", "solution", "level"), columns=columns)
+        assert str(error.value).endswith(expected)
+
+
+def test_a_typo_in_the_column_of_the_question_is_named(write_rows):
+    with pytest.raises(ValueError, match=r"the row has \['probelm'\]; did you mean probelm\? Rename the c") as error:
+        FileDataset(write_rows({"probelm": "a"}))
+    assert "minivlmrl convert" not in str(error.value)
+
+
+@pytest.mark.parametrize(("column", "says"), [
+    ("solution", r"\. Rename a column with data.columns: \{YOURS: completion\}\. If the rows"),
+    ("conversations", r"\. Rename a column with data.columns: \{YOURS: completion\}\. If the rows"),
+    ("completed", r"; did you mean completed\? Rename a column with data.columns: \{YOURS: completion\}$"),
+])  # fmt: skip
+def test_only_a_column_without_a_meaning_of_its_own_is_proposed(write_rows, column, says):
+    with pytest.raises(ValueError, match=f"column 'completion' is missing; .*{says}"):
         FileDataset(write_rows({"problem": "a", column: "b"}), ("problem", "completion"))
 
 

@@ -129,7 +129,7 @@ def test_nan_counts_as_a_missing_value(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [{"problem": "b", "solution": math.nan, "more": [math.inf]}])
     [row] = FileDataset(tmp_path / "rows.jsonl")
     assert (row.columns["solution"], row.columns["more"]) == (None, [None])
-    with pytest.raises(ValueError, match=r":1: column 'solution' is missing; the row has .'more', 'problem'."):
+    with pytest.raises(ValueError, match=r":1: column 'solution' has no value in this row: write"):
         FileDataset(tmp_path / "rows.jsonl", required=("problem", "solution"))
 
 
