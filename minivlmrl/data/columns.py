@@ -24,6 +24,10 @@ class LayoutError(ValueError):
     """Raised for a row in the layout of another project; the command `convert` can read such rows."""
 
 
+class EmptyColumnError(LayoutError):
+    """Raised for a column without a value in a row that may have the value in another project's column."""
+
+
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename a row's columns all at once, so that two columns can swap names. pandas' NaN becomes None."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
@@ -49,10 +53,11 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
         columns: the row's columns.
         cure: how to rename a column or do without it; a sentence without its period.
     """
-    if name in columns:
-        return ValueError(f"column {name!r} has no value in this row: write a value or remove the row")
     given = sorted(other for other, value in columns.items() if value is not None)
-    unknown = [other for other in given if other not in (*TEXTS, *VALUES, "solution")]
+    unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]
+    if name in columns:
+        kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else ValueError
+        return kind(f"column {name!r} has no value in this row: write a value or remove the row")
     # with difflib's own cutoff of 0.6, `conversations` would seem to be a typo of `completion`
     meant = did_you_mean(name, unknown, cutoff=0.7)
     kind = ValueError if meant else LayoutError

@@ -20,7 +20,7 @@ from minivlmrl.config.import_utils import resolve_function
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.boxes import MARKED_BOX
-from minivlmrl.data.columns import ANSWERS, READ, LayoutError, rename_columns
+from minivlmrl.data.columns import ANSWERS, READ, EmptyColumnError, LayoutError, rename_columns
 from minivlmrl.data.media import SAMPLING_OPTIONS, Media, Source, fetch_image, files_of, open_image
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.read_row import answer_image_parts, read_row
@@ -77,7 +77,8 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                if not is_foreign(error):
+                # A file from which a row was already read does not have the layout of another project.
+                if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
                 end = "" if str(error).endswith((".", "?")) else "."
@@ -288,22 +289,25 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
 
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return the sizes in bytes and the times of a row's image and video files, and name the missing files.
+    """Return the sizes in bytes and the times of a row's image and video files, and describe missing files.
 
     An image inside the row has the size of its bytes, or of its text in base64, and the time 0.
     """
     sizes = []
     times = []
     missing = []
-    for source, path in files_of(media, str(folder)):
-        if isfile(path):
-            sizes.append(getsize(path))
-            times.append(getmtime(path))
-        else:
-            sizes.append(len(source))
-            times.append(0)
-            if path:
-                missing.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', row.where)})")
+    line = re.sub(r".*:(?=[0-9]+$)", "line ", row.where)
+    for item in media:
+        column = f", column {item.column!r}" if item.column else ""
+        for source, path in files_of([item], str(folder)):
+            if isfile(path):
+                sizes.append(getsize(path))
+                times.append(getmtime(path))
+            else:
+                sizes.append(len(source))
+                times.append(0)
+                if path:
+                    missing.append(f"{source} ({line}{column})")
     return sizes, times, missing
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import join
 from pathlib import Path
 from urllib.request import url2pathname
@@ -125,6 +125,7 @@ class Media:
     # path, data URI or bytes of the image or video; a video can also be a list with the source of each frame
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
+    column: str | None = None  # column of the row with the source, or None if a part of a message has the source
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -151,7 +152,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
         with error_context(f"column {name!r}"):
-            row_media[kind] = [_media(entry, kind) for entry in entries]
+            row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
     return row_media
 
 
@@ -240,7 +241,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
         options = check_options(kind, options)
     if not names and next_media is not None:
         listed = next(next_media)  # the column's next image, which exists because of check_counts
-        return Media(kind, listed.source, listed.options | options)
+        return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
         source = {"bytes": source}

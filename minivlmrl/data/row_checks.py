@@ -3,6 +3,7 @@
 check_columns    types of values, and turns
 check_prompts    one prompt for each row
 check_texts      texts in which other projects write more than text
+check_question   after read_row: a question without text and images
 check_answers    after read_row: empty answers, and pairs of equal answers
 check_required   columns that a stage or a reward needs
 check_unread     images and videos that the model would not see
@@ -93,6 +94,7 @@ def checked_row(
     listed = [item for items in read_media(columns).values() for item in items]
     try:
         row, media = read_row(columns, options)
+        check_question(columns, media)
         check_answers(row, columns)
     except LayoutError:
         raise
@@ -216,12 +218,16 @@ def check_parts(turn: dict, name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError if a text contains a list of turns, a rendered conversation, or another project's tags."""
+    """Raise LayoutError if a text contains a list of turns or images, a rendered conversation, or other tags."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):
             raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
         if isinstance(value, str) and is_list_text(value, name):
+            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {excerpt(value, 60)}")
+    for name in MEDIA:
+        value = columns.get(name)
+        if isinstance(value, str) and literal_list(value) is not None:
             raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {excerpt(value, 60)}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
@@ -256,6 +262,17 @@ def is_list_text(text: str, column: str) -> bool:
         return column in PROMPTS
     pairs = ({"role", "content"}, {"from", "value"})
     return bool(items) and all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
+
+
+def check_question(columns: dict, media: Sequence[Media]):
+    """Raise ValueError for a question without text, images and videos; a question may consist of images alone."""
+    for name in PROMPTS:
+        value = columns.get(name)
+        asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
+        if value is not None and not media and not any(text_of(turn).strip() for turn in asked):
+            raise ValueError(
+                f"column {name!r}: the question is empty or blank; write its text, add an image or remove the row"
+            )
 
 
 def check_answers(row: Row, columns: dict):

@@ -8,7 +8,7 @@ warning is not repeated while its condition continues to hold.
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 
 import torch
@@ -160,7 +160,7 @@ class WarningRules:
                 f"The mean reward has fallen from {self.best_mean:.3g} to {reward:.3g}. Lower "
                 f"{self.trainer.stage}.learning_rate; the option best_metric keeps the best checkpoint.",
             )
-        for name in never if not self.all_equal() else ():
+        for name in self.advised(never) if not self.all_equal() else ():
             yield (
                 name,
                 f"Reward {name} is 0 for all completions. Compare completions.jsonl with what the reward expects. A "
@@ -174,6 +174,11 @@ class WarningRules:
     def rewards_of_zero(self) -> list[str]:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
+    def advised(self, names: Iterable[str]) -> list[str]:
+        """Leave out `format` if answers have no tags, because a note before the first step advises to remove it."""
+        has_tags = self.run.data.answer_format == "tags"
+        return [name for name in names if name != "format" or has_tags]
+
     def all_equal(self) -> bool:
         """Return True if, in each of the last 10 steps, every reward function scored all completions equally."""
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
@@ -183,7 +188,7 @@ class WarningRules:
         if self.all_equal():
             means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.run.rewards}
             texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
-            asks = [name for name, mean in means.items() if name in TAG_REWARDS and mean == 0]
+            asks = [name for name in self.advised(means) if name in TAG_REWARDS and means[name] == 0]
             hint = f"{asks[0]} asks for <think> and <answer> tags; name them in data.prompt_template. " if asks else ""
             yield (
                 "constant",

@@ -45,7 +45,7 @@ def test_a_missing_column_is_named_with_its_line(write_rows):
 @pytest.mark.parametrize("column", ["problem", "solution", "level"])
 @pytest.mark.parametrize("value", [None, math.nan])
 def test_a_column_without_a_value_is_neither_renamed_nor_converted(write_rows, column, value):
-    row = {"problem": "a", "solution": "b", "level": 1}
+    row = {"problem": "a", "solution": "b", "level": 1, "id": "c"}
     expected = f"rows.jsonl:3: column {column!r} has no value in this row: write a value or remove the row"
     for ours, columns in ((column, {}), ("theirs", {"theirs": column})):
         rows = [{name if name != column else ours: row[name] for name in row} for _ in range(4)]
@@ -53,6 +53,13 @@ def test_a_column_without_a_value_is_neither_renamed_nor_converted(write_rows, c
         with pytest.raises(ValueError) as error:
             FileDataset(write_rows(*rows), ("problem", "solution", "level"), columns=columns)
         assert str(error.value).endswith(expected)
+
+
+def test_a_row_without_a_value_may_have_it_in_another_column(write_rows):
+    with pytest.raises(ValueError, match=r"column 'prompt' has no value in this row: .* `minivlmrl convert"):
+        FileDataset(write_rows({"prompt": None, "question": "a"}))
+    with pytest.raises(ValueError, match=r"column 'prompt' has no value in this row: write a value or remove the row$"):
+        FileDataset(write_rows({"prompt": None, "solution": "a", "image": "red.png"}))
 
 
 def test_a_typo_in_the_column_of_the_question_is_named(write_rows):
@@ -183,6 +190,10 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
     ({"system": 3, "problem": "a"}, "column 'system' is 3, but it must be of type str"),
     ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
     ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a"),
+    *(({name: empty}, f"column '{name}': the question is empty or blank; write its text, add an image or remove the")
+      for name in ("problem", "prompt") for empty in ("", " \n")),
+    *(({"messages": [system("a"), user(empty), YES]}, "column 'messages': the question is empty or blank; write its")
+      for empty in (" ", [], [text(" ")])),
     # mistakes in an answer
     ({"problem": "a", "rejected": 3}, "column 'rejected' is 3, but it must be text or a list of turns"),
     ({"problem": "a", "completion": []}, "column 'completion': there must be at least one turn, and the roles must"),
@@ -350,6 +361,19 @@ def test_tools_that_the_prompt_would_not_show_are_refused(write_rows, tools):
 def test_a_row_of_another_layout_names_the_command(write_rows, row):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* `minivlmrl convert .*rows\.jsonl`, and use the"):
         FileDataset(write_rows(row))
+
+
+def test_an_image_alone_is_a_question(write_rows):
+    for empty in ("", "  "):
+        [row] = FileDataset(write_rows({"problem": empty, "image": "red.png"}))
+        assert len(row.images) == 1 and not text_of(row.messages[0]).strip()
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
+@pytest.mark.parametrize("value", ['["red.png"]', "['red.png', 'blue.png']", '[{"image": "red.png"}]'])
+def test_the_text_of_a_list_of_images_names_the_command(write_rows, column, value):
+    with pytest.raises(ValueError, match=rf"column '{column}' is the text of a list, in JSON or .* `minivlmrl convert"):
+        FileDataset(write_rows({"problem": "a", column: value}))
 
 
 def test_a_row_has_one_prompt_and_one_completion(write_rows):

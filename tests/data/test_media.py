@@ -124,7 +124,10 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     write_lines(folder / "rows.jsonl", lines)
-    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
+    listed = (
+        r"1\.png \(line 2, column 'image'\), 2\.png \(line 3, column 'image'\), 3\.png \(line 5, column 'video'\), "
+        r"4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
+    )
     with pytest.raises(
         ValueError, match=rf"rows\.jsonl: 6 missing image or video files in {folder}, for example {listed}"
     ):

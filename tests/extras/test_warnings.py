@@ -87,6 +87,16 @@ def test_equal_rewards_are_reported_after_the_first_step():
     assert [rules.step(values) for values in (HEALTHY, equal, equal)] == [[]] * 3
 
 
+def test_tags_are_not_advised_if_the_answer_has_none():
+    """The note before the first step has already advised to leave out the reward `format`."""
+    never = HEALTHY | {"rewards/format/mean": 0.0, "rewards/format/std": 0.0}
+    for values, count in ((never | {"rewards/accuracy/std": 0.0}, 1), (never, 0)):
+        rules = make_rules()
+        rules.run.data.answer_format = "whole"
+        said = [text for _ in range(WINDOW) for text in rules.step(values)]
+        assert len(said) == count and "tags" not in str(said)
+
+
 HELD_OUT = "eval/accuracy_sampled", "eval/accuracy_greedy"
 
 
