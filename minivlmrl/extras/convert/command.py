@@ -72,18 +72,17 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
+    unanswered: list[str] = []  # places of rows without an answer
 
     def converted() -> Iterator[dict]:
-        dropped.clear()
-        changed.clear()
+        for found in (dropped, changed, unanswered):
+            found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
-                columns = READERS[layout](prepare(row, dropped))
-                if columns is None:
-                    raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
-                new_row = finish(columns)
-                check_new_row(new_row, folder_of(path))
+                new_row = convert_row(row, layout, folder_of(path), dropped)
                 changed["rows"] += 1
+                if not has_answer(new_row):
+                    unanswered.append(where)
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
 
@@ -93,15 +92,27 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
             print(f"{path}: a run reads its {counted(changed['rows'], 'row')} without a change", file=sys.stderr)
+            report_unanswered(unanswered, changed["rows"])
             return path
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
     print(f"{path}: wrote {counted(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
     report_dropped(dropped, out)
+    report_unanswered(unanswered, changed["rows"])
     if out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
+
+
+def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> dict:
+    """Convert a row to minivlmrl's layout, and check the new row; count in `dropped` what the conversion loses."""
+    columns = READERS[layout](prepare(row, dropped))
+    if columns is None:
+        raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
+    new_row = finish(columns)
+    check_new_row(new_row, folder)
+    return new_row
 
 
 def report_dropped(dropped: Counter, out: Path):
@@ -117,6 +128,22 @@ def report_dropped(dropped: Counter, out: Path):
         print(f"dropped: {name:.80} ({counted(count, 'time')})", file=sys.stderr)
     if len(dropped) > MAX_NAMES:
         print(f"dropped: other columns and keys: {len(dropped) - MAX_NAMES}", file=sys.stderr)
+
+
+def has_answer(row: dict) -> bool:
+    turns = row.get("messages")
+    answers = (row.get(name) for name in ("solution", "completion", "chosen", "rejected"))
+    return any(answer is not None for answer in answers) or (bool(turns) and turns[-1]["role"] == "assistant")
+
+
+def report_unanswered(unanswered: list[str], num_rows: int):
+    """Print how many rows have no answer, because some stages refuse such rows."""
+    if unanswered:
+        print(
+            f"{len(unanswered)} of {num_rows} rows have no answer (solution or completion), for example "
+            f"{unanswered[0]}: SFT and GRPO's accuracy refuse them",
+            file=sys.stderr,
+        )
 
 
 @contextmanager

@@ -170,6 +170,29 @@ def test_a_name_without_a_known_ending_is_refused(write_rows, capsys):
     assert "--out is new.csv, but its name must end with .jsonl or .parquet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_without_an_answer_are_counted(tmp_path, capsys, suffix):
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\nHow many?,2\nWhich?,\nWho?,\n")
+    assert main([str(path), f"--out={tmp_path / 'new'}.{suffix}"]) == 0
+    assert re.search(
+        r"\n2 of 3 rows have no answer \(solution or completion\), for example \S*rows\.csv:3: SFT and GRPO's "
+        r"accuracy refuse them\n$",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.parametrize("answer", [
+    {"problem": "a", "solution": ""}, {"problem": "a", "completion": "b"}, {"messages": [user("a"), assistant("b")]},
+    {"problem": "a", "chosen": "b", "rejected": "c"}, {"problem": "a", "solution": None},
+])  # fmt: skip
+def test_an_answer_may_have_any_form(write_rows, capsys, answer):
+    assert main([str(write_rows(answer | {"image": "red.png"}))]) == 0
+    assert ("1 of 1 rows have no answer" in capsys.readouterr().err) == (None in answer.values())
+
+
 def test_a_file_in_our_form_stays(write_rows, capsys):
     path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
     assert main([str(path)]) == 0
