@@ -63,8 +63,8 @@ def test_a_row_without_a_value_may_have_it_in_another_column(write_rows):
 
 
 def test_a_typo_in_the_column_of_the_question_is_named(write_rows):
-    with pytest.raises(ValueError, match=r"the row has \['probelm'\]; did you mean probelm\? Rename the c") as error:
-        FileDataset(write_rows({"probelm": "a"}))
+    with pytest.raises(ValueError, match=r"the row has \['problems'\]; did you mean problems\? Rename the c") as error:
+        FileDataset(write_rows({"problems": "a"}))
     assert "minivlmrl convert" not in str(error.value)
 
 
