@@ -209,7 +209,7 @@ def test_a_frame_may_have_its_own_size_bounds():
     assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
     assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
     with pytest.raises(
-        ValueError, match=r"8 frame\(s\) cannot be resized .* Use at least 2 frames and a larger max_pixels"
+        ValueError, match=r"8 frames cannot be resized .* Use at least 2 frames and a larger max_pixels"
     ):
         frame_size(images, 8, 64, 64, min_pixels=10**6)
 
