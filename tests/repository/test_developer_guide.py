@@ -17,7 +17,7 @@ from tests.helpers.links import ROOT
 PAGE = (ROOT / "docs" / "developer_guide.md").read_text()
 DIFFS = dict(re.findall(r"\n\*\*(.+?)\*\*(?:(?!\n\*\*).)*?\n```diff\n(.*?)```", PAGE, re.DOTALL))  # title -> diff
 CALLS = """
-import contextlib, io, json, math
+import contextlib, io, json, math, os, runpy, sys
 
 import torch
 from PIL import Image
@@ -28,6 +28,16 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.model.checkpoint import load_model
+from minivlmrl.config.loading import load_config
+from minivlmrl.trainers.sft import SFTTrainer
+
+
+def refusal(call, *arguments):
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+
 
 found = {}
 one = torch.ones(1, 2)
@@ -65,6 +75,20 @@ weight.grad = torch.ones(1)
 load_name("my_opt.py:sgd")([weight], 0.25, (0.9, 0.99), 0.0).step()
 found["An optimizer"] = weight.item() == 0.75
 found["A rollout engine"] = " for 2 prompts" in out.getvalue()
+sys.argv = ["my_callback.py", "shapes.yaml", "--stages=[sft]", "--sft.max_steps=2", "--data.eval_rows=0"]
+sys.argv += ["--num_threads=1", "--output_dir=told"]
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    runpy.run_path("my_callback.py", run_name="__main__")
+found["A callback"] = "sft, step 1: the loss is " in out.getvalue() and os.path.exists("told/report.html")
+with contextlib.redirect_stdout(out):
+    load_config("recipes/shapes.yaml", ["--sft.label_smoothing=0.5"])
+    refusals = [refusal(load_config, "recipes/shapes.yaml", ["--sft.label_smoothing=1"])]
+with open("weighted.jsonl", "w") as file:
+    file.write(json.dumps({"problem": "a", "completion": "b", "weight": 0}))
+refusals.append(refusal(FileDataset, "weighted.jsonl"))
+found["An option"] = "label_smoothing is 1" in refusals[0] and "in [0, 1)" in refusals[0]
+found["A data column"] = "column 'weight' is 0" in refusals[1] and SFTTrainer.columns(None) == ("weight",)
 fluent = get_reward("recipes/fluent.py:fluent(path='run/checkpoint')")
 both, alone = fluent(["red", "green square"]), fluent(["green square"])
 found["recipes/fluent.py"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
