@@ -24,7 +24,6 @@ from minivlmrl.config.types import (
     RewardName,
     Weights,
 )
-from minivlmrl.errors import excerpt
 
 Whole = Annotated[int, "[1, 1e15)"]
 CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables the bound
@@ -205,7 +204,7 @@ class DataOptions(RowOptions):
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
             raise ValueError(
-                f"prompt_template is {excerpt(self.prompt_template, 80)}, but it must be "
+                f"prompt_template is {self.prompt_template!r}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
         if self.task and self.eval_file:
@@ -270,7 +269,7 @@ class SamplingOptions:
                 "only the native engine can call tools"
             )
         if not all(self.stop_strings):
-            raise ValueError(f"stop_strings is {excerpt(self.stop_strings, 80)}, but it must not contain an empty text")
+            raise ValueError(f"stop_strings is {self.stop_strings!r}, but it must not contain an empty text")
 
     @property
     def truncates(self) -> bool:

@@ -188,7 +188,8 @@ class WarningRules:
         if self.all_equal():
             means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.run.rewards}
             texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
-            asks = [name for name in self.advised(means) if name in TAG_REWARDS and means[name] == 0]
+            zero = [name for name, mean in means.items() if mean == 0]
+            asks = [name for name in self.advised(zero) if name in TAG_REWARDS]
             hint = f"{asks[0]} asks for <think> and <answer> tags; name them in data.prompt_template. " if asks else ""
             yield (
                 "constant",
