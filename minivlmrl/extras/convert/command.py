@@ -72,17 +72,17 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
-    unanswered: list[str] = []  # places of rows without an answer
+    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # places of rows without one
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, unanswered):
+        for found in (dropped, changed, *lacking.values()):
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
                 new_row = convert_row(row, layout, folder_of(path), dropped)
                 changed["rows"] += 1
-                if not has_answer(new_row):
-                    unanswered.append(where)
+                lacking["question"] += [] if has_prompt(new_row) else [where]
+                lacking["answer"] += [] if has_answer(new_row) else [where]
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
 
@@ -92,14 +92,14 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
             print(f"{path}: a run reads its {counted(changed['rows'], 'row')} without a change", file=sys.stderr)
-            report_unanswered(unanswered, changed["rows"])
+            report_lacking(lacking, changed["rows"])
             return path
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
     print(f"{path}: wrote {counted(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
     report_dropped(dropped, out)
-    report_unanswered(unanswered, changed["rows"])
+    report_lacking(lacking, changed["rows"])
     if out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
@@ -136,14 +136,15 @@ def has_answer(row: dict) -> bool:
     return any(answer is not None for answer in answers) or (bool(turns) and turns[-1]["role"] == "assistant")
 
 
-def report_unanswered(unanswered: list[str], num_rows: int):
-    """Print how many rows have no answer, because some stages refuse such rows."""
-    if unanswered:
-        print(
-            f"{len(unanswered)} of {num_rows} rows have no answer (solution or completion), for example "
-            f"{unanswered[0]}: SFT and GRPO's accuracy refuse them",
-            file=sys.stderr,
-        )
+def report_lacking(lacking: dict[str, list[str]], num_rows: int):
+    """Print how many rows have no question or no answer; if no row has a question, data.prompt_template has it."""
+    refusals = {
+        "question": "no question (problem, prompt or messages), for example {}: a run refuses them",
+        "answer": "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them",
+    }
+    for name, places in lacking.items():
+        if places and (name == "answer" or len(places) < num_rows):
+            print(f"{len(places)} of {num_rows} rows have {refusals[name].format(places[0])}", file=sys.stderr)
 
 
 @contextmanager

@@ -184,6 +184,14 @@ def test_rows_without_an_answer_are_counted(tmp_path, capsys, suffix):
     )
 
 
+def test_rows_without_a_question_are_counted_beside_others(write_rows, capsys):
+    asked, shown = {"problem": "a", "solution": "b"}, {"problem": None, "solution": "b", "image": "red.png"}
+    for rows, said in (([asked, shown], True), ([shown, shown], False)):
+        assert main([str(write_rows(*rows))]) == 0
+        expected = "1 of 2 rows have no question (problem, prompt or messages), for example "
+        assert (expected in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize("answer", [
     {"problem": "a", "solution": ""}, {"problem": "a", "completion": "b"}, {"messages": [user("a"), assistant("b")]},
     {"problem": "a", "chosen": "b", "rejected": "c"}, {"problem": "a", "solution": None},
