@@ -1,6 +1,6 @@
 """Train the built-in task of minimal.py with each page of docs/papers, and draw the accuracies.
 
-    python benchmarks/papers.py --seeds 0 1 2             # all pages; runs that curves.json has are left out
+    python benchmarks/papers.py --seeds 0 1 2 3 4         # all pages; runs that curves.json has are left out
     python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
     python benchmarks/papers.py --draw                    # only draw what was measured
 
@@ -227,7 +227,7 @@ that a diff trains; it does not show which method is better for your model.
         + "\n".join(rows)
         + """
 
-`python benchmarks/papers.py --seeds 0 1 2` measures what [curves.json](curves.json) lacks, and writes this section.
+`python benchmarks/papers.py --seeds 0 1 2 3 4` measures what [curves.json](curves.json) lacks, and writes this section.
 """
     )
 
