@@ -159,7 +159,14 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 
     start = control("im_start")
     end = control("im_end")
-    pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
+    pieces = [
+        start,  # the system turn
+        "system\nYou are a helpful assistant.",
+        end,
+        "\n",
+        start,  # the user turn, which goes on in the loop
+        f"user\n{first}",
+    ]
     for length, text in zip(image_lengths, texts, strict=True):
         pieces.append(control("vision_start"))
         pieces.append(control("image_pad") * length)  # the vision tower fills these places
