@@ -57,7 +57,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
     """Choose the rows that the summary measures: unreadable rows, and rows from the shortest to the longest.
 
-    Videos take long to open, so rows with videos are left out.
+    Videos take a long time to open, so rows with videos are left out.
     """
     if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
         return list(range(min(len(rows), NUM_MEASURED)))
