@@ -3,8 +3,8 @@
     python -m docs.scripts.field PROJECT FOLDER
     python -m docs.scripts.field PROJECT FOLDER --laws
 
-FOLDER is a clone of the project, or its unpacked wheel. With --laws, the losses are not compared with those of TRL, but
-checked by laws that every right loss obeys.
+FOLDER is a clone of the project, or its unpacked wheel. The losses are also checked by laws that every right loss
+obeys. With --laws, they are not compared with those of TRL, and the table also has the notes of the laws.
 """
 
 import argparse
@@ -18,14 +18,11 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("project", choices=PROJECTS)
     p.add_argument("folder", help="the project's folder: a clone, or a wheel that was unpacked or installed")
     p.add_argument("--seconds", type=float, default=10.0, help="time limit for each loss (default: 10)")
-    p.add_argument("--laws", action="store_true", help="check the losses by laws, without TRL's numbers")
+    p.add_argument("--laws", action="store_true", help="only check laws, and also print their notes")
     options = p.parse_args(arguments)
     project = PROJECTS[options.project]
-    if options.laws:
-        results = examine_project(project, options.folder)
-    else:
-        results = judge_project(project, options.folder, options.seconds)
-    print(section(options.project, project, results))
+    verdicts = None if options.laws else judge_project(project, options.folder, options.seconds)
+    print(section(options.project, project, examine_project(project, options.folder), verdicts))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,14 @@ def tunix_default_kl(theirs, b, o):
 
 
 def mlx_lm_lora(theirs, b, o):
-    """Call mlx-lm-lora's loss with rows of log-probabilities in place of the models' outputs."""
+    """Call mlx-lm-lora's loss with rows of log-probabilities in place of the models' outputs.
+
+    The project has no mask, but counts the tokens of a row, so the tokens in the mask come first.
+    """
     mx = theirs.mx
-    rows = {"policy": b.logps, "reference": b.ref}
+    T = b.mask.shape[1]
+    order = mx.argsort(mx.arange(T) + T * (1 - b.mask), axis=1)
+    rows = {name: mx.take_along_axis(x, order, axis=1) for name, x in (("policy", b.logps), ("reference", b.ref))}
     theirs.get_per_token_logps = lambda model, *_: [*rows[model]]
     completions = [mx.zeros((int(length) + 1,), dtype=mx.int32) for length in b.mask.sum(1).tolist()]
     return theirs.grpo_loss(

@@ -41,10 +41,10 @@ LOSSES = {
     "LUSPO, weighted k3": GRPO
     | {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True},
     "VESPO": GRPO | {"loss_type": "vespo"},
-    "DPO": {"kind": "dpo", "loss_type": "sigmoid"},
-    "IPO": {"kind": "dpo", "loss_type": "ipo"},
-    "hinge": {"kind": "dpo", "loss_type": "hinge"},
-    "robust": {"kind": "dpo", "loss_type": "robust"},
+    "DPO": {"kind": "dpo", "loss_type": ["sigmoid"]},
+    "IPO": {"kind": "dpo", "loss_type": ["ipo"]},
+    "hinge": {"kind": "dpo", "loss_type": ["hinge"]},
+    "robust": {"kind": "dpo", "loss_type": ["robust"]},
     "SFT": {"kind": "sft", "loss_type": "nll"},
 }
 # modules that the functions use by these names
@@ -208,26 +208,42 @@ class Inputs:
         return x[:, None] + 0 * self.mask if name == "advantages" else x
 
 
-def section(name: str, project: Project, results: dict[str, Verdict] | dict[str, LawReport]) -> str:
-    """Return the Markdown section about a project: its files, and a table with the result for each loss."""
+def section(
+    name: str, project: Project, reports: dict[str, LawReport], verdicts: dict[str, Verdict] | None = None
+) -> str:
+    """Return the Markdown section about a project: its files, and a table with the results for each loss.
+
+    Args:
+        name: the project's name in docs/losses_of_the_field.md.
+        project: the project's files and adapters.
+        reports: for each loss, what the laws say.
+        verdicts: for each loss, the differences from TRL. Without them, the table has all notes of the laws.
+    """
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
     files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
-    rows = []
-    for loss, result in results.items():
-        if isinstance(result, LawReport):
-            what = "laws that hold"
-            tried = len(result.findings)
-            right = tried - len(result.broken_laws())
-            findings = [f"{kind}: {x}" for kind in ("broken", "note", "not tested") for x in result.sentences(kind)]
-        else:
-            what = "cases that agree"
-            tried = result.cases
-            right = tried - len(result.differences)
-            findings = [line for line in result.names if line.startswith(("mistake", "design"))]
-            findings = findings or ["no name" if result.differences else "agrees"]
-        rows.append(f"| {loss} | {right} of {tried} | {'; '.join(findings)} |")
     head = f"{project.source}, {project.tried}; adapter {adapters}. The functions are {files}.\n"
-    return "\n".join([f"### {name}\n", head, f"| loss | {what} | finding |", "|---|---|---|", *rows])
+    columns = ["loss", "laws that hold", "finding"]
+    if verdicts:
+        columns = ["loss", "cases that agree", "finding", "laws that hold", "broken laws"]
+    rows = [columns]
+    for loss, report in reports.items():
+        tried = len(report.findings)
+        kinds = ["broken"] if verdicts else ["broken", "note", "not tested"]
+        laws = [
+            f"{tried - len(report.broken_laws())} of {tried}",
+            "; ".join(f"{kind}: {says}" for kind in kinds for says in report.sentences(kind)),
+        ]
+        rows.append([loss, *(agreement(verdicts[loss]) if verdicts else ()), *laws])
+    head_row, *others = [f"| {' | '.join(row)} |" for row in rows]
+    table = [head_row, "|---" * len(columns) + "|", *others]
+    return "\n".join([f"### {name}\n", head, *table])
+
+
+def agreement(verdict: Verdict) -> tuple[str, str]:
+    """Return how many cases agree with TRL, and the designs and mistakes that explain the others."""
+    findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
+    findings = findings or ["no name" if verdict.differences else "agrees"]
+    return f"{verdict.cases - len(verdict.differences)} of {verdict.cases}", "; ".join(findings)
 
 
 def is_sequence(o: SimpleNamespace) -> bool:

@@ -226,8 +226,11 @@ def liger_dpo(theirs, b, o):
 def torchtune(theirs, b, o):
     """Call torchtune's losses; GRPOLoss averages over all tokens, and GRPOCompletionLoss has sequence ratios."""
     name = "GRPOCompletionLoss" if is_sequence(o) else {"bnpo": "GRPOLoss"}.get(o.loss_type, "GRPOSimpleLoss")
-    loss = getattr(theirs, name)(o.epsilon_low, o.beta)
-    return loss(b.old, b.logps, b.ref, b.advantages[:, 0], b.mask.bool())[0]
+    if name == "GRPOSimpleLoss":  # does not use epsilon and the old log-probabilities, although it takes both
+        loss, old = theirs.GRPOSimpleLoss(kl_coeff=o.beta), None
+    else:
+        loss, old = getattr(theirs, name)(o.epsilon_low, o.beta), b.old
+    return loss(old, b.logps, b.ref, b.advantages[:, 0], b.mask.bool())[0]
 
 
 def torchtune_dpo(theirs, b, o):
@@ -258,7 +261,11 @@ def megatron(theirs, b, o):
 
 
 def minimind(theirs, b, o):
-    args = Settings(loss_type=o.loss_type, epsilon=o.epsilon_low, epsilon_high=o.epsilon_high, beta=o.beta)
+    args = Settings(loss_type=o.loss_type, beta=o.beta)
+    if o.loss_type == "cispo":
+        args.epsilon_high = o.epsilon_high
+    else:
+        args.epsilon = o.epsilon_low  # on both sides
     return theirs.grpo_train_epoch(
         per_token_logps=b.logps, old_per_token_logps=b.old, ref_per_token_logps=b.ref, args=args,
         advantages=b.advantages[:, 0], completion_mask=b.mask,
