@@ -150,6 +150,17 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
     assert shown | dict(cell.split(": ") for cell in others.split("; ") if cell) == found
 
 
+def test_the_numbers_of_losses_on_the_pages():
+    losses = [found for name in PROJECTS for found in recorded_losses(name).values()]
+    broken = sum(bool(laws) for _, laws in losses)
+    assert (
+        f"The table has {len(losses)} losses" in PAGE and f"Of the {len(losses)} losses, {broken} break a law" in PAGE
+    )
+    page = (ROOT / "docs" / "numerical_parity.md").read_text()
+    text = f"Of the {len(losses)} [losses of {len(PROJECTS)} projects](losses_of_the_field.md), {broken} break a law."
+    assert text in page
+
+
 def test_the_smallest_examples_of_mistakes_print_what_the_page_shows():
     page = ROOT / "docs" / "notes" / "bugs_of_others.md"
     found = doctest.testfile(str(page), module_relative=False)
