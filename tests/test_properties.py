@@ -9,18 +9,17 @@ from minivlmrl.data.image import smart_resize
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.trainers.dealing import WORTH_MOVING, assign
-from tests.generation.test_filters import theirs
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 CONFIG = tiny.config()
-any_input = settings(max_examples=100, deadline=None, derandomize=True)
+any_input = settings(max_examples=200, deadline=None, derandomize=True)
 
-pixels = st.integers(1, 5000)
+pixels = st.integers(1, 150) | st.integers(1, 5000)
 sides = st.integers(2, 6).map(lambda side: 2 * side)
 images = st.lists(st.tuples(st.just(1), sides, sides), max_size=3)  # (time, height, width) of their patches
 lengths = st.integers(1, 5)
@@ -34,30 +33,69 @@ def try_resize(resize, *arguments):
         return "refused"
 
 
+# (height, width, factor, min_pixels, max_pixels); min_pixels is often the area of the image after rounding
+resizes = st.builds(
+    lambda height, width, factor, tokens, rest, ratio: (
+        height, width, factor, tokens * factor**2 + rest, (tokens * factor**2 + rest) * ratio
+    ),
+    pixels, pixels, st.sampled_from([14, 28, 32]), st.integers(1, 9) | st.integers(1, 80),
+    st.just(0) | st.integers(0, 999), st.integers(1, 4096),
+)  # fmt: skip
+
+
 @any_input
-@given(pixels, pixels, st.sampled_from([28, 32]), st.integers(1024, 10**6), st.integers(1, 100))
-def test_smart_resize_equals_transformers_and_minimal_py(transformers, height, width, factor, least, ratio):
+@given(resizes)
+def test_smart_resize_equals_transformers(transformers, case):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as expected
 
-    case = height, width, factor, least, least * ratio
     assert try_resize(smart_resize, *case) == try_resize(expected, *case)
-    if max(height, width) <= 200 * min(height, width):
-        assert try_resize(smart_resize, *case) == try_resize(minimal.smart_resize, *case)
 
 
-# equal logits, which filters must treat alike, are likely in this set
-logits = st.lists(st.sampled_from([-30.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 4.0]), min_size=2, max_size=40)
+@any_input
+@given(resizes)
+def test_smart_resize_equals_minimal_py(case):
+    """Only the package refuses images with an aspect ratio over 200."""
+    found = try_resize(smart_resize, *case)
+    refused = max(case[:2]) > 200 * min(case[:2])
+    assert found == ("refused" if refused else minimal.smart_resize(*case))
+
+
+# logits (rows, vocabulary); equal logits, which filters must treat alike, are likely
+some_logits = st.sampled_from([-30.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 4.0]) | st.floats(-9, 9, width=32)
+logits = st.integers(2, 40).flatmap(
+    lambda width: st.lists(st.lists(some_logits, min_size=width, max_size=width), min_size=1, max_size=3)
+)
 filters = st.fixed_dictionaries({
-    "temperature": st.floats(0.05, 4), "top_k": st.integers(0, 50), "top_p": st.floats(0.01, 1),
-    "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.25, 4),
+    "temperature": st.sampled_from([0.0, 1e-6, 1.0, 20.0]) | st.floats(0.05, 4), "top_k": st.integers(0, 50),
+    "top_p": st.sampled_from([1e-9, 0.5, 0.999, 1.0]) | st.floats(0.01, 1),
+    "min_p": st.sampled_from([0.0, 1.0]) | st.floats(0, 1), "repetition_penalty": st.just(1.0) | st.floats(0.25, 4),
 })  # fmt: skip
+
+
+def theirs(setting, prompt, scores):
+    """Apply the logits processors of transformers to logits, in the order of transformers' generate."""
+    from transformers.generation import logits_process as p
+
+    sampling = SamplingOptions(**setting)
+    chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    if sampling.temperature:  # with temperature 0, do_sample is off and transformers uses no warper
+        chain.append(p.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            chain.append(p.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            chain.append(p.TopPLogitsWarper(sampling.top_p))
+        chain.append(p.MinPLogitsWarper(sampling.min_p))
+    for processor in chain:
+        scores = processor(prompt, scores)
+    return scores
 
 
 @any_input
 @given(logits, filters, st.lists(st.integers(0, 1000), min_size=1, max_size=9))
-def test_filters_equal_transformers(transformers, logits, setting, prompt):
-    scores = torch.tensor([logits])
-    prompt = torch.tensor([prompt]) % len(logits)
+@example([[0.0] * 8], {"top_p": 0.5}, [0])  # exactly at the limit: keeps 4 of 8 equal logits
+def test_filters_equal_transformers_bit_for_bit(transformers, logits, setting, prompt):
+    scores = torch.tensor(logits)
+    prompt = (torch.tensor([prompt]) + torch.arange(len(logits))[:, None]) % scores.shape[1]  # another for each row
     seen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, prompt, True)
     assert torch.equal(filter_logits(scores, SamplingOptions(**setting), seen), theirs(setting, prompt, scores))
 
@@ -75,25 +113,31 @@ def test_positions_equal_minimal_py(grids, text):
 @any_input
 @given(st.lists(st.tuples(images, lengths, st.lists(lengths, max_size=4)), min_size=1, max_size=3))
 def test_a_packed_batch_has_the_content_of_its_parts(parts):
-    """Each prompt is packed once, and each completion as if it were alone with its prompt."""
+    """Each prompt is packed once, and each completion as if it were alone with its prompt.
+
+    The last token of a completion is predicted, but is not an input. Any token in a completion counts as text.
+    """
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids, text) for grids, text, _ in parts]
-    groups = [[torch.randint(3, 280, (n,), generator=generator) for n in counts] for *_, counts in parts]
+    groups = [[torch.randint(0, 300, (n,), generator=generator) for n in counts] for *_, counts in parts]
     batch = pack(prompts, groups, CONFIG)
-    ids, positions, scored, patches = [], [], [], []
+    ids, positions, scored, patches, shown = [], [], [], [], []
     for prompt, group in zip(prompts, groups, strict=True):
         P = len(prompt.input_ids)
         ids.append(prompt.input_ids)
         positions.append(get_rope_index(prompt.input_ids, prompt.image_grid_thw, CONFIG))
         patches.append(prompt.pixel_values)
+        shown += (prompt.input_ids == tiny.IMAGE).tolist()
         for completion in group:
-            alone = torch.cat([prompt.input_ids, completion])[:-1]
-            ids.append(alone[P:])
+            ids.append(completion[:-1])
+            shown += [False] * len(ids[-1])
+            alone = torch.cat([prompt.input_ids, torch.full_like(ids[-1], 5)])
             positions.append(get_rope_index(alone, prompt.image_grid_thw, CONFIG)[:, P:])
             scored.append(completion)
     assert batch.input_ids.tolist() == torch.cat(ids).tolist()
     assert batch.position_ids.tolist() == torch.cat(positions, dim=1).tolist()
     assert batch.pixel_values.equal(torch.cat(patches))
+    assert batch.vision_index.tolist() == [place for place, is_shown in enumerate(shown) if is_shown]
     assert batch.completion_ids.tolist() == [token for completion in scored for token in completion.tolist()]
     assert batch.layout.row_lengths == [len(completion) for completion in scored]
     restored = [row[mask.bool()].tolist() for row, mask in zip(

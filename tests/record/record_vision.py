@@ -70,17 +70,6 @@ def video_cases():
         yield frames, {"patch_size": rng.choice((7, 14))}, bounds
 
 
-def resize_cases():
-    """Yield random cases of resizing as (height, width, factor, min_pixels, max_pixels)."""
-    rng = random.Random(0)
-    for _ in range(2000):
-        height = int(2 ** (rng.uniform(4, 12) if rng.random() < 0.9 else rng.uniform(0, 4)))
-        width = max(1, int(height * 2 ** rng.choice((rng.uniform(-2, 2), rng.uniform(-8, 8)))))
-        factor = 2 * rng.choice((7, 14, 16))
-        least = rng.choice((factor**2, 3136, 50176))
-        yield height, width, factor, least, max(factor**2, least * rng.choice((1, 3, 40, 4096)))
-
-
 def sampling_cases():
     """Yield random cases of frame sampling as (total_frames, video_fps, options)."""
     rng = random.Random(1)
