@@ -1,10 +1,13 @@
 """Test what must hold for any input: hypothesis draws inputs, and shrinks one that fails to a small example."""
 
+import itertools
+
 import pytest
 import torch
 
 import minimal
 from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.boxes import Box, iou, match
 from minivlmrl.data.image import smart_resize
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
@@ -20,8 +23,8 @@ CONFIG = tiny.config()
 any_input = settings(max_examples=200, deadline=None, derandomize=True)
 
 pixels = st.integers(1, 150) | st.integers(1, 5000)
-sides = st.integers(2, 6).map(lambda side: 2 * side)
-images = st.lists(st.tuples(st.just(1), sides, sides), max_size=3)  # (time, height, width) of their patches
+even = st.integers(2, 6).map(lambda side: 2 * side)
+images = st.lists(st.tuples(st.just(1), even, even), max_size=3)  # (time, height, width) of their patches
 lengths = st.integers(1, 5)
 
 
@@ -168,3 +171,40 @@ def test_groups_are_dealt_once_and_more_evenly(lengths):
     assert after <= before + WORTH_MOVING * average
     if before <= (1 + WORTH_MOVING) * average:
         assert all(rank == source for rank, part in enumerate(parts) for source, _ in part)
+
+
+number = st.integers(0, 5).map(float) | st.floats(0, 5, width=16)  # boxes often touch, are equal or are empty
+sides = st.tuples(number, number).map(sorted) | st.tuples(number, number)
+corners = st.builds(lambda x, y: (x[0], y[0], x[1], y[1]), sides, sides)
+
+
+@any_input
+@given(st.tuples(corners, corners) | corners.map(lambda box: (box, box)))
+@example(((0.0, 0.0, 1.0, 1.0), (2.0, 2.0, 3.0, 3.0)))  # apart in both directions
+def test_the_overlap_of_boxes_equals_torchvisions_formula(pair):
+    first, second = (Box(*corners, (100.0, 80.0)) for corners in pair)
+    got = iou(first, second)
+    assert got == pytest.approx(iou(second, first), abs=1e-14)
+    if any(x2 <= x1 or y2 <= y1 for x1, y1, x2, y2 in pair):
+        assert got == 0
+        return
+    left, top = map(max, *(box[:2] for box in pair))
+    right, bottom = map(min, *(box[2:] for box in pair))
+    inter = max(right - left, 0) * max(bottom - top, 0)
+    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in pair]
+    assert got == pytest.approx(inter / (sum(areas) - inter), rel=1e-12, abs=1e-13) and 0 <= got <= 1
+    assert got == 1 or first != second
+
+
+@any_input
+@given(st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
+    lambda shape: st.lists(st.lists(number, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0])
+))  # fmt: skip
+def test_the_matching_of_boxes_has_the_largest_sum(scipy, table):
+    boxes, truths = range(len(table)), range(len(table[0]))
+    matches = match(boxes, truths, lambda box, truth: table[box][truth])
+    count = min(len(boxes), len(truths))
+    assert [len({*side}) for side in zip(*matches, strict=True)] == [count, count] and len(matches) == count
+    possible = itertools.product(itertools.combinations(boxes, count), itertools.permutations(truths, count))
+    best = max(sum(table[box][truth] for box, truth in zip(*pair, strict=True)) for pair in possible)
+    assert sum(table[box][truth] for box, truth in matches) == pytest.approx(best)
