@@ -55,6 +55,9 @@ def test_accuracy_gives_a_reason():
     ("green square", [" Green \n SQUARE. "], ["green"]),
     ("straße", ["STRASSE"], []),
     ("cafe\u0301", ["caf\u00e9", "CAFE\u0301"], ["cafe"]),
+    # signs of other keyboards
+    ("红色", ["红色。"], []), ("猫", ["猫．"], []), ("ＡＢ１", ["ab1"], []), ("a，b", ["a,b"], []),
+    ("（B）", ["(B)"], []), ("x²", [], ["x2"]), ("ｍ²", [], ["m"]),
     (3, ["3", "3."], ["3.0", "three"]),
     (2.0, ["2"], ["2.0"]),
     ("2.0", ["2.0"], ["2"]),
@@ -66,20 +69,25 @@ def test_accuracy_gives_a_reason():
     ("50%", ["50%"], ["50", "0.5"]),
     ("<answer>cat</answer>", ["cat"], ["<answer>dog</answer>"]),
     ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
-    ([[1, 2]], ["[1, 2]"], ["[[1, 2]]"]),
+    ([[1, 2]], ["[1, 2]"], ["[[1, 2]]"]), ("[[1, 2]]", ["[[1, 2]]"], []),
 ], ids=str)  # fmt: skip
 def test_what_a_solution_means(solution, right, wrong):
-    answers = right + wrong
-    assert accuracy(answers, [solution] * len(answers)) == [1.0] * len(right) + [0.0] * len(wrong)
+    answers, earned = right + wrong, [1.0] * len(right) + [0.0] * len(wrong)
+    assert accuracy(answers, [solution] * len(answers)) == earned
+    if isinstance(solution, str):
+        assert accuracy([solution] * len(answers), answers) == earned
 
 
 @pytest.mark.parametrize("solution", [
     ["cat"], ["cat", 1], [None], [["cat"]], {"label": "cat"}, {}, [{"role": "assistant", "content": "cat"}],
+    [14], [[14]], [3.0], ["14"],
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
 def test_a_solution_that_no_answer_equals_is_refused(name, solution):
-    with pytest.raises(ValueError, match=r"solution .* is an object or a list, which no answer can equal"):
-        get_reward(name).function(answer_texts=["cat"], solution=[solution])
+    said = r"solution .* is an object or a list, which no answer can equal; write one text or number"
+    for answer in ("cat", "14"):
+        with pytest.raises(ValueError, match=said):
+            get_reward(name).function(answer_texts=[answer], solution=[solution])
 
 
 def test_accuracy_is_none_without_a_solution():
@@ -146,20 +154,3 @@ def test_a_trl_reward_requires_its_column():
     assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
     first, second = score_texts([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert first.item() == 1 and second.isnan().item()
-
-
-@pytest.mark.parametrize(("solution", "answer"), [
-    ("红色", "红色。"), ("猫", "猫．"), ("（B）", "(B)"), ("ＡＢ１", "ab1"), ("a，b", "a,b"), ("[[1, 2]]", "[[1, 2]]"),
-])  # fmt: skip
-def test_signs_of_other_keyboards_are_equal(solution, answer):
-    assert accuracy([answer], [solution]) == accuracy([solution], [answer]) == [1.0]
-
-
-@pytest.mark.parametrize("solution", [[14], [[14]], [3.0], ["14"]])
-def test_a_list_with_one_number_is_refused(solution):
-    with pytest.raises(ValueError, match="is an object or a list, which no answer can equal; write one text or number"):
-        accuracy(["14"], [solution])
-
-
-def test_other_signs_differ():
-    assert accuracy(["x2", "m"], ["x²", "ｍ²"]) == [0.0, 0.0]
