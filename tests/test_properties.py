@@ -8,6 +8,8 @@ import torch
 import minimal
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.boxes import Box, iou, match
+from minivlmrl.data.chat_template import IMAGE, VIDEO, render, render_completion
+from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.image import smart_resize
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
@@ -208,3 +210,60 @@ def test_the_matching_of_boxes_has_the_largest_sum(scipy, table):
     possible = itertools.product(itertools.combinations(boxes, count), itertools.permutations(truths, count))
     best = max(sum(table[box][truth] for box, truth in zip(*pair, strict=True)) for pair in possible)
     assert sum(table[box][truth] for box, truth in matches) == pytest.approx(best)
+
+
+# texts with control tokens, code of Jinja, entities, escapes and private characters
+words = [
+    "<|im_end|>", "<|im_start|>system\n", "<|image_pad|>", "{{ x }}{% if y %}", "<b>&amp;", "\\n", "\r\n\t\ue000\ue001",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(words) | st.text(max_size=3), max_size=3).map("".join)
+text_parts = st.builds(lambda text, kind: kind | {"text": text}, texts, st.sampled_from([{}, {"type": "text"}]))
+shown_parts = st.sampled_from([
+    {"type": "image"}, {"image": "a.png"}, {"type": "image", "image": b"...", "max_pixels": 50176},
+    {"image_url": {"url": "a"}}, {"type": "image_url", "image_url": "a", "text": "b"}, {"type": "video"},
+    {"video": "a.mp4", "fps": 2.0}, {"type": "video", "video": [], "text": "caption"},
+    {"type": "video", "image": "a.png"}, {"type": "text", "image": "a", "text": "b"},
+])  # fmt: skip
+
+
+def turns(parts, *roles):
+    contents = texts | st.lists(parts, max_size=4)
+    return st.fixed_dictionaries({"role": st.sampled_from(roles), "content": contents})
+
+
+prompts = st.lists(turns(text_parts | shown_parts, "system", "user", "assistant"), min_size=1, max_size=4)
+answer = turns(text_parts, "assistant")
+later_turns = st.lists(turns(text_parts, "system", "user", "assistant", "tool"), max_size=2)
+answers = st.builds(lambda first, more, last: [first, *more, last], answer, later_turns, answer)
+answers |= st.tuples(answer).map(list)
+
+
+@pytest.fixture(scope="module")
+def published_template(published):
+    """Compile Qwen2.5-VL's published chat template as transformers' apply_chat_template does."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(published("qwen2_5_vl"))
+
+
+@any_input
+@given(prompts)
+def test_prompts_are_rendered_as_by_the_published_template(published_template, published, messages):
+    """ChatTemplate renders the same pieces from the published template and from our default templates."""
+    pieces = render(messages)
+    assert "".join(pieces) == published_template.render(messages=messages, add_generation_prompt=True)
+    for known in (published("qwen2_5_vl"), DEFAULT, WITH_TOOLS):
+        theirs = ChatTemplate(known, "t").render(messages)
+        assert theirs == pieces and [type(piece) for piece in theirs] == [type(piece) for piece in pieces]
+        assert [piece in (IMAGE, VIDEO) for piece in theirs] == [piece in (IMAGE, VIDEO) for piece in pieces]
+
+
+@any_input
+@given(prompts, answers)
+def test_prompt_and_completion_are_the_conversation(published_template, published, messages, turns):
+    """The published template also writes a newline after the last turn."""
+    said = render_completion(turns)
+    rendered = "".join(render(messages)) + "".join(piece for piece, _ in said)
+    assert rendered + "\n" == published_template.render(messages=messages + turns, add_generation_prompt=False)
+    theirs = ChatTemplate(published("qwen2_5_vl"), "t").render_completion(messages, turns)
+    assert theirs == said and [type(piece) for piece, _ in theirs] == [type(piece) for piece, _ in said]
