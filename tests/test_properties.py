@@ -9,7 +9,7 @@ import minimal
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.boxes import Box, iou, match
 from minivlmrl.data.chat_template import IMAGE, VIDEO, render, render_completion
-from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
+from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.image import smart_resize
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
@@ -226,14 +226,17 @@ shown_parts = st.sampled_from([
 ])  # fmt: skip
 
 
-def turns(parts, *roles):
-    contents = texts | st.lists(parts, max_size=4)
-    return st.fixed_dictionaries({"role": st.sampled_from(roles), "content": contents})
+contents = texts | st.lists(text_parts, max_size=4)
+shown = contents | st.lists(text_parts | shown_parts, max_size=4)
 
 
-prompts = st.lists(turns(text_parts | shown_parts, "system", "user", "assistant"), min_size=1, max_size=4)
-answer = turns(text_parts, "assistant")
-later_turns = st.lists(turns(text_parts, "system", "user", "assistant", "tool"), max_size=2)
+def turns(contents, *roles, **more):
+    return st.fixed_dictionaries({"role": st.sampled_from(roles), "content": contents}, **more)
+
+
+prompts = st.lists(turns(shown, "system", "user", "assistant"), min_size=1, max_size=4)
+answer = turns(contents, "assistant")
+later_turns = st.lists(turns(contents, "system", "user", "assistant", "tool"), max_size=2)
 answers = st.builds(lambda first, more, last: [first, *more, last], answer, later_turns, answer)
 answers |= st.tuples(answer).map(list)
 
@@ -267,3 +270,39 @@ def test_prompt_and_completion_are_the_conversation(published_template, publishe
     assert rendered + "\n" == published_template.render(messages=messages + turns, add_generation_prompt=False)
     theirs = ChatTemplate(published("qwen2_5_vl"), "t").render_completion(messages, turns)
     assert theirs == said and [type(piece) for piece, _ in theirs] == [type(piece) for piece, _ in said]
+
+
+names = texts.filter(str.strip)
+values = texts | st.integers() | st.booleans()
+arguments = st.dictionaries(names, values | st.lists(values, max_size=2), max_size=2)
+functions = st.fixed_dictionaries({"name": names, "arguments": arguments})
+calls = {"tool_calls": st.lists(st.fixed_dictionaries({"function": functions}), max_size=2)}
+
+
+def talks(contents, shown):
+    """Draw conversations of a user, who may show images, with an assistant, who may call tools."""
+    systems, user = st.lists(turns(contents, "system"), max_size=1), turns(shown, "user")
+    later = st.lists(user | turns(contents, "tool") | turns(contents, "assistant", optional=calls), max_size=3)
+    return st.builds(lambda system, first, more: [*system, first, *more], systems, user, later)
+
+
+placeholders = st.sampled_from([{"type": "image"}, {"type": "video"}])
+published_talks = st.tuples(  # (name of a published template, conversation)
+    st.sampled_from(["qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"]),
+    talks(contents, contents | st.lists(text_parts | placeholders, max_size=3)),
+)
+# the templates of text models cannot render lists of parts
+published_talks |= st.tuples(st.sampled_from(["qwen2_5", "qwen3", "qwen3_instruct_2507"]), talks(texts, texts))
+template_options = st.dictionaries(st.sampled_from(["enable_thinking", "add_vision_id"]), st.booleans())
+
+
+@settings(any_input, max_examples=100)
+@given(published_talks, template_options)
+def test_published_templates_with_tool_calls_render_as_in_transformers(published, talk, options):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    name, messages = talk
+    options = {option: value for option, value in options.items() if option in published(name)}
+    template = with_values(ChatTemplate(published(name), name), options)
+    options |= {"chat_template": published(name), "add_generation_prompt": True}
+    assert "".join(template.render(messages)) == render_jinja_template([messages], **options)[0][0]

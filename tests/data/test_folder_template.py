@@ -1,4 +1,4 @@
-"""Test that chat templates of model folders render as in transformers."""
+"""Test that chat templates of model folders render as in transformers; test_properties.py draws conversations."""
 
 import copy
 import itertools
@@ -35,13 +35,6 @@ def test_tojson_takes_no_other_arguments():
     for argument in ("default=x", "cls=x", "skipkeys=true"):
         with pytest.raises(TypeError, match="unexpected keyword"):
             environment().from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507", "qwen3_8"])
-def test_templates_with_tool_calls_render_as_in_transformers(load, name):
-    renders_as_transformers(load(name), HI)
-    renders_as_transformers(load(name), TOOL_TALK)
-    renders_as_transformers(load(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
