@@ -15,8 +15,8 @@ import trl
 from minivlmrl.extras.trl import GRPOTrainer
 from minivlmrl.losses import grpo
 from minivlmrl.losses.grpo import grpo_loss
-from tests.extras.parity import trl_fixtures
-from tests.extras.parity.trl_fixtures import END, distinct, model, processor, questions, write_model
+from tests.record import trl_fixtures
+from tests.record.trl_fixtures import END, distinct, model, processor, questions, write_model
 
 # 2 micro-batches of 4 completions per optimizer step, so that gradients are exact sums of halves
 DEFAULTS = {

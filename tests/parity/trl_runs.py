@@ -28,7 +28,7 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import run_training
-from tests.extras.parity import trl_fixtures
+from tests.record import trl_fixtures
 from tests.helpers.oracle import in_float64
 from tests.helpers.talk import assistant, user
 

@@ -1,6 +1,6 @@
 """Search for known mistakes that explain how a user's loss function differs from TRL's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import reduce
 
 import torch
@@ -141,45 +141,45 @@ class Combination:
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
-        left.sort(key=lambda search: count_wrong(search.base), reverse=True)
+        left.sort(key=lambda search: count_wrong(search.base))
+        fewest, most = left[0], left[-1]  # the cases with the fewest and the most differing numbers
+        # A bug of the KL is easier to find where beta is not 0, and all other bugs where beta is 0.
+        chosen = {}
+        for search in left:
+            chosen.setdefault((search.d.about.get("beta") == 0, search.d.about.get("whole_step")), search)
         plain, limited, fitted = self.causes
         designs = [cause for cause in fitted if cause.of.who]
         others = [cause for cause in fitted if not cause.of.who]
 
-        def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            yield self.found.values(), False  # for example two designs that act on different cases
-            most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
-            for search in dict.fromkeys((most, fewest)):
-                yield search.tried(plain), False
-                yield search.factors(), search is fewest
-            for search in dict.fromkeys((most, fewest)):
-                yield search.fitted(designs), search is fewest
-            # Fitting a number, such as a clip bound, is slow, so only single test cases are used.
-            yield most.fitted(others), most is fewest
-            yield most.tried(limited), most is fewest
-            yield fewest.fitted(others), True
-            yield fewest.scaled(plain), False
-            # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
-            for search in left[1:-1]:
-                yield [*search.tried(plain), *search.factors()], False
-            yield most.tried(most.pairs()), most is fewest
+        # Fitting a number, such as a clip bound, is slow, so it comes late, and uses only one or two cases.
+        phases = (
+            lambda: self.found.values(),  # for example two designs that act on different cases
+            lambda: [cause for search in (most, *chosen.values()) for cause in search.tried(plain)],
+            lambda: [cause for search in (most, *chosen.values()) for cause in search.factors()],
+            lambda: [cause for search in {most, fewest} for cause in search.fitted(designs)],
+            lambda: most.fitted(others),
+            lambda: most.tried(limited),
+            lambda: fewest.fitted(others),
+            lambda: fewest.scaled(plain),
+            lambda: most.tried(most.pairs()),
+        )
+        for phase in phases:
+            if found := self.explaining(phase()):
+                return found
+        return []
 
-        found = {}  # {description: (number of test cases that the bug explains, bug)}
-        best = []
-        for causes, is_last in phases():
-            for cause in [*causes]:
-                now = self.agreements(composed(self.deviation, cause.change))
-                if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
-                    found.setdefault(cause.says, (sum(now), cause))
-                    self.found[cause.says] = cause
-            most = max((count for count, _ in found.values()), default=0)
-            best = [cause for count, cause in found.values() if count == most]
-            # Prefer bugs with a short number (0.2 over 0.234), and among equally short ones "the KL is left out".
-            best.sort(key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
-            # The search stops at a bug that explains all test cases. A public project's design may explain only some.
-            if best and (most == len(self.steps) or (is_last and best[0].of.who)):
-                return best
-        return best
+    def explaining(self, causes: Iterable[Cause]) -> list[Cause]:
+        """Return those bugs that explain most further test cases, the simplest first."""
+        counts = {}  # {description: (number of test cases that the bug explains, bug)}
+        for cause in causes:
+            now = self.agreements(composed(self.deviation, cause.change))
+            if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
+                counts.setdefault(cause.says, (sum(now), cause))
+        self.found |= {says: cause for says, (_, cause) in counts.items()}
+        most = max((count for count, _ in counts.values()), default=0)
+        best = [cause for count, cause in counts.values() if count == most]
+        # Prefer bugs with a short number (0.2 over 0.234), and among equally short ones "the KL is left out".
+        return sorted(best, key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
 
 
 def alternatives(first: Cause, others: list[Cause]) -> list[str]:

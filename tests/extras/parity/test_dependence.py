@@ -225,7 +225,7 @@ def test_planted_faults_of_images_are_named(model_type, tmp_path, monkeypatch, o
 
 def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
     pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    from tests.extras.parity import trl_fixtures
+    from tests.record import trl_fixtures
 
     grpo_trainer = trl_fixtures.grpo(trl_fixtures.write_model(tmp_path), tmp_path / "out")
     mask = (PADDED_LEFT > 0).long()

@@ -13,8 +13,9 @@ from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.search import LOGPS, STAGES, possible_causes
 from minivlmrl.extras.parity.step import read
 from minivlmrl.model.checkpoint import load_model
-from tests.extras.parity import bugs, trl_fixtures
-from tests.extras.parity.trl_fixtures import STEPS_OF, dumped, step_with
+from tests.extras.parity import bugs
+from tests.record import trl_fixtures
+from tests.record.trl_fixtures import STEPS_OF, dumped, step_with
 
 BUGS = bugs.TRL_BUGS | bugs.UNSEEN_BUGS
 QUICK = ("kl_reversed", "dropped_gradients", "tool_responses_in_the_loss")

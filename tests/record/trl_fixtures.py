@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.parity.step import read
-from minivlmrl.extras.parity.trl_steps import dpo_steps, grpo_steps, sft_steps
+from tests.record.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny

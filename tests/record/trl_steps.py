@@ -1,5 +1,9 @@
 """Record optimizer steps of TRL's trainers (1.16, one process), which `minivlmrl parity` can check.
 
+Copy this file beside your script:
+
+    from trl_steps import grpo_steps
+
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: minivlmrl parity steps/0
 
