@@ -7,9 +7,9 @@ import torch
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 
 from minivlmrl.extras.trl_inputs import InputCheck, gray_problems
+from tests.helpers.talk import assistant
 from tests.record import trl_fixtures
 from tests.record.trl_fixtures import distinct, model, picture, processor, questions, write_model
-from tests.helpers.talk import assistant
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
 GENERATION = {"num_generations": 2, "max_completion_length": 6}

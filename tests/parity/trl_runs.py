@@ -28,9 +28,9 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import run_training
-from tests.record import trl_fixtures
 from tests.helpers.oracle import in_float64
 from tests.helpers.talk import assistant, user
+from tests.record import trl_fixtures
 
 STEPS, SHOWN = 50, (1, 10, 50)
 PASSES, PARTS, MICRO_BATCHES = 2, 2, 2  # passes over a rollout, optimizer steps in a pass, micro-batches in a step

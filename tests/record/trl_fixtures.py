@@ -14,11 +14,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.parity.step import read
-from tests.record.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.talk import assistant, user
+from tests.record.trl_steps import dpo_steps, grpo_steps, sft_steps
 
 STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
 CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")

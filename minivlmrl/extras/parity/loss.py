@@ -16,7 +16,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.loss_search import as_step, examples, find_names
+from minivlmrl.extras.parity.loss_search import case_of, examples, find_names
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
@@ -110,7 +110,7 @@ def judge(
     for case, options, batch, value, slope in cases(kind=kind, **only):
         result = compare(my_loss, options, batch, value, slope)
         results.append((case, options, result))
-        steps.append(as_step(batch, options, result.loss, result.gradient, tolerance, result.read))
+        steps.append(case_of(my_loss, batch, options, tolerance))
     varied = varied_options(results)
     verdict = differences_of(results, varied, tolerance)
     if not verdict.differences:

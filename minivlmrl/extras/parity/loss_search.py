@@ -1,12 +1,14 @@
 """Search for known mistakes that explain how a user's loss function differs from TRL's."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from minivlmrl.extras.parity.audit import where
+from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.change import composed
 from minivlmrl.extras.parity.search import Cause, Search, by_kind, computed, count_wrong, error, possible_causes
 from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
@@ -47,6 +49,39 @@ def as_step(
     d.read = read
     d.row_sets = {}  # a wrong loss is wrong for all rows, so no bug is limited to some rows
     return d
+
+
+def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
+    """Call a loss for one test case, and return the case as a step that can be searched.
+
+    The step also has `simpler`, a function that returns steps for simpler variants of the case.
+    """
+    read = set()
+    value, gradient = loss_and_gradient(my_loss, batch, options, read)
+    d = as_step(batch, options, value, gradient, tolerance, read)
+    # Some losses with a KL have a fixed beta.
+    can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
+    d.simpler = lambda: [
+        case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
+    ]
+    return d
+
+
+def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
+    """Yield variants of a policy loss's test case that show only some of its bugs, the simplest first.
+
+    If a loss has several bugs, each variant shows one more of them: a wrong average, wrong advantages, wrong ratios or
+    clips, and a wrong KL.
+    """
+    if options["kind"] != "grpo":
+        return
+    without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
+    logps, advantages = batch["per_token_logps"], batch["advantages"]
+    first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
+    yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl
+    yield first_step, without_kl
+    yield batch, without_kl
+    yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
@@ -91,8 +126,11 @@ def parts_of(steps: list[Dump]) -> list[list[Cause]]:
     """Search some cases, and add further cases while the result does not explain all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
+    by_size = sorted(searched, key=lambda step: len(step.all_rows))
+    variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
+    variants = [step for step in variants if step["loss"].isfinite().all()]
     while True:
-        combination = Combination(searched)
+        combination = Combination(searched, variants)
         parts = combination.run()
         wrong = [step for step in steps if parts and not explains(step, combination.deviation)]
         if not wrong:
@@ -106,10 +144,16 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Finds a few bugs that together explain a loss."""
+    """Finds a few bugs that together explain a loss.
 
-    def __init__(self, steps: list[Dump]):
-        self.steps = steps
+    Args:
+        steps: test cases that the bugs must explain.
+        variants: simpler variants of test cases, the simplest first; they lead the search to one bug after the other.
+    """
+
+    def __init__(self, steps: list[Dump], variants: list[Dump]):
+        self.steps = [*variants, *steps]
+        self.num_variants = len(variants)
         # The list of bugs is made for the test case with the most rows. With only two rows, "the next row" and "the
         # previous row" would be the same bug.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
@@ -119,7 +163,7 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
-        while not all(self.agrees):
+        while not self.are_explained(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
                 return []
@@ -131,7 +175,11 @@ class Combination:
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
-        return cause is part[0] or all(self.agreements(change))
+        return cause is part[0] or self.are_explained(self.agreements(change))
+
+    def are_explained(self, agrees: list[bool]) -> bool:
+        """Return whether the loss agrees in all test cases, which is enough: a variant may confuse a loss."""
+        return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
@@ -141,45 +189,49 @@ class Combination:
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
+        simplest = left[0]
         left.sort(key=lambda search: count_wrong(search.base))
         fewest, most = left[0], left[-1]  # the cases with the fewest and the most differing numbers
-        # A bug of the KL is easier to find where beta is not 0, and all other bugs where beta is 0.
-        chosen = {}
-        for search in left:
-            chosen.setdefault((search.d.about.get("beta") == 0, search.d.about.get("whole_step")), search)
+        chosen = dict.fromkeys((simplest, most, fewest))
         plain, limited, fitted = self.causes
         designs = [cause for cause in fitted if cause.of.who]
         others = [cause for cause in fitted if not cause.of.who]
 
-        # Fitting a number, such as a clip bound, is slow, so it comes late, and uses only one or two cases.
-        phases = (
-            lambda: self.found.values(),  # for example two designs that act on different cases
-            lambda: [cause for search in (most, *chosen.values()) for cause in search.tried(plain)],
-            lambda: [cause for search in (most, *chosen.values()) for cause in search.factors()],
-            lambda: [cause for search in {most, fewest} for cause in search.fitted(designs)],
-            lambda: most.fitted(others),
-            lambda: most.tried(limited),
-            lambda: fewest.fitted(others),
-            lambda: fewest.scaled(plain),
-            lambda: most.tried(most.pairs()),
-        )
-        for phase in phases:
-            if found := self.explaining(phase()):
-                return found
-        return []
+        def plain_causes(searches: Iterable[Search]) -> Iterator[Iterable[Cause]]:
+            return ([*search.tried(plain), *search.factors()] for search in searches)
 
-    def explaining(self, causes: Iterable[Cause]) -> list[Cause]:
-        """Return those bugs that explain most further test cases, the simplest first."""
+        # Fitting a number, such as a clip bound, is slow, so it comes late, and uses few cases.
+        phases = (
+            [self.found.values()],  # for example two designs that act on different cases
+            plain_causes(chosen),
+            chain((search.fitted(designs) for search in chosen), [most.fitted(others)]),
+            [most.tried(limited)],
+            [fewest.fitted(others)],
+            [fewest.scaled(plain)],
+            # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
+            plain_causes(search for search in left if search not in chosen),
+            (search.tried(search.pairs()) for search in [most]),
+        )
+        return next(filter(None, map(self.best_of, phases)), [])
+
+    def best_of(self, tables: Iterable[Iterable[Cause]]) -> list[Cause]:
+        """Return the bugs that explain most further test cases; stop at a table with a bug that explains all cases."""
         counts = {}  # {description: (number of test cases that the bug explains, bug)}
-        for cause in causes:
-            now = self.agreements(composed(self.deviation, cause.change))
-            if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
-                counts.setdefault(cause.says, (sum(now), cause))
+        for causes in tables:
+            for cause in causes:
+                now = self.agreements(composed(self.deviation, cause.change))
+                if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
+                    counts.setdefault(cause.says, (sum(now), cause))
+            if any(count == len(self.steps) for count, _ in counts.values()):
+                break
         self.found |= {says: cause for says, (_, cause) in counts.items()}
         most = max((count for count, _ in counts.values()), default=0)
-        best = [cause for count, cause in counts.values() if count == most]
-        # Prefer bugs with a short number (0.2 over 0.234), and among equally short ones "the KL is left out".
-        return sorted(best, key=lambda cause: (len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says))
+        return sorted((cause for count, cause in counts.values() if count == most), key=simplicity)
+
+
+def simplicity(cause: Cause) -> tuple:
+    """Sort bugs that explain the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
+    return "factor" not in cause.change, len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says
 
 
 def alternatives(first: Cause, others: list[Cause]) -> list[str]:

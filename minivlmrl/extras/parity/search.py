@@ -57,7 +57,7 @@ IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no facto
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # start values of the search for an unknown number, such as the bound c in the bug "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
-FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # in test cases of a loss
+FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # number of bugs, those with the smallest errors, whose number is fitted to all digits
 CASE_REFINED = 4  # in test cases of a loss
 LIKELY_CAUSES = 8  # number of bugs that are paired with other bugs, those with the smallest errors

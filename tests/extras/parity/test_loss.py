@@ -339,7 +339,7 @@ UNSEEN = {
     "REINFORCE": (changed(term=lambda q: -q.advantages * q.logps), KL, "REINFORCE"),
     "REINFORCE with the other KL": (
         changed(term=lambda q: -q.advantages * q.logps, kl=lambda q: k3(q.logps - q.ref)),
-        KL | {"loss_type": "dapo"}, "REINFORCE.* and policy and reference are swapped in the KL"),
+        KL | {"loss_type": "dapo"}, "REINFORCE; policy and reference are swapped in the KL"),
     "both with the mask of the chosen answer": (
         lambda batch, options: dpo_of()(batch | {"mask": batch["mask"][:, :1]}, options), DPO,
         "both answers have the mask of the chosen answer"),
@@ -358,7 +358,7 @@ UNSEEN |= {
     "a sum over swapped pairs": (lambda b, o: dpo_of(lambda z, _: -z)(b, o) * len(b["mask"]), DPO,
         "the rejected answer is preferred; and all values are multiplied by the number of pairs"),
     "half of a loss with a swapped KL": (changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: q.loss / 2), PLAIN,
-        "swapped in the KL; and all values are 0.5 times as large"),
+        "swapped in the KL; all values are 0.5 times as large"),
     "the last column is cut": (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])),
         WHOLE | {"beta": 0.1}, "the last column of the batch"),
     "ratio without exp": (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
@@ -377,7 +377,7 @@ UNSEEN |= {
         "ratios are clipped to at least 1 /"),
     "dual clip for all": (
         changed(term=lambda q: torch.min(q.term, -3 * q.advantages)), NO_KL,
-        "dual clip: with a negative; dual clip for positive advantages, too"),
+        "dual clip also for positive advantages"),
     "a weight without a bound": (changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), NO_KL,
         "cispo's ratio has no bound"),
     "advantages by length": (
