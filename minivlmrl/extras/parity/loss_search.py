@@ -68,20 +68,28 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a policy loss's test case that show only some of its bugs, the simplest first.
+    """Yield variants of a loss's test case that show only some of its bugs, the simplest first.
 
-    If a loss has several bugs, each variant shows one more of them: a wrong average, wrong advantages, wrong ratios or
-    clips, and a wrong KL.
+    If a loss has several bugs, each variant shows one more of them.
     """
-    if options["kind"] != "grpo":
-        return
-    without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
-    logps, advantages = batch["per_token_logps"], batch["advantages"]
-    first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-    yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl
-    yield first_step, without_kl
-    yield batch, without_kl
-    yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options
+    logps = batch["per_token_logps"]
+    if options["kind"] == "grpo":
+        without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
+        advantages = batch["advantages"]
+        first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # a wrong average
+        yield first_step, without_kl  # wrong advantages
+        yield batch, without_kl  # wrong ratios or clips
+        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # a wrong KL
+    if options["kind"] == "dpo":
+        pair = {name: x[:1] for name, x in batch.items()}
+        first = pair["mask"].argmax(-1, keepdim=True)
+        one_token = {name: x.gather(-1, first) for name, x in pair.items()}
+        without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
+        yield without_ref, options | {"beta": 1.0}  # a wrong order of the answers, or a wrong function of the margin
+        yield without_ref, options  # a wrong beta
+        yield one_token, options  # a wrong reference
+        yield pair, options  # a wrong sum over tokens
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
@@ -207,10 +215,8 @@ class Combination:
             chain((search.fitted(designs) for search in chosen), [most.fitted(others)]),
             [most.tried(limited)],
             [fewest.fitted(others)],
-            [fewest.scaled(plain)],
             # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
             plain_causes(search for search in left if search not in chosen),
-            (search.tried(search.pairs()) for search in [most]),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 

@@ -63,7 +63,6 @@ CASE_REFINED = 4  # in test cases of a loss
 LIKELY_CAUSES = 8  # number of bugs that are paired with other bugs, those with the smallest errors
 PAIRED = 400  # number of bugs with which each likely bug is paired
 MODEL_CAUSES = 24  # in stages that need a forward pass for each bug
-CASE_CAUSES = 60  # in test cases of a loss
 PAIRED_NUMBERS = 12  # with fewer wrong numbers, some pair of bugs would fit by chance
 
 
@@ -200,13 +199,6 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
-def error_of_factor(answer: dict) -> float:
-    """Return the largest error that remains after all recomputed numbers are multiplied by one fitted factor."""
-    in_units = [[(x / unit).flatten() for x in (theirs, ours)] for theirs, ours, unit in answer.values()]
-    theirs, ours = (torch.cat(x) for x in zip(*in_units, strict=True))
-    return float((theirs - best_factor(theirs, ours) * ours).abs().max())
-
-
 def best_factor(theirs: Tensor, ours: Tensor) -> float:
     return float(theirs @ ours / (ours @ ours + 1e-300))
 
@@ -325,7 +317,7 @@ class Search:
 
     def pairs(self) -> list[Cause]:
         """Return pairs of bugs. Only bugs that alone leave small errors are paired."""
-        count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
+        count = MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
         for first, then in product(near[:LIKELY_CAUSES], near):
@@ -333,16 +325,6 @@ class Search:
                 of = first.of if first.kind == "mistake" else then.of
                 result.append(Cause(f"{first.says}; and {then.says}", change, of, parts=2))
         return result
-
-    def scaled(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield bugs such as "the KL is left out; and all values are 2 times as large"."""
-        for cause in causes:
-            answer = self.answer(cause.change)
-            if not answer or error_of_factor(answer) > self.d.tolerance:
-                continue
-            for factor in Search(self.name, self.d, composed(self.deviation, cause.change)).factors():
-                if change := composed(cause.change, factor.change):
-                    yield Cause(f"{cause.says}; and {factor.says}", change, cause.of, parts=2)
 
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
         """Yield each bug that reproduces the trainer's numbers."""

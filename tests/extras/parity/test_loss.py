@@ -356,7 +356,7 @@ UNSEEN |= {
     "the pairs are swapped, and beta is fixed": (dpo_of(lambda z, beta: -0.1 * z / beta), DPO,
         "the rejected answer is preferred; beta is 0.1"),
     "a sum over swapped pairs": (lambda b, o: dpo_of(lambda z, _: -z)(b, o) * len(b["mask"]), DPO,
-        "the rejected answer is preferred; and all values are multiplied by the number of pairs"),
+        "the rejected answer is preferred; all values are multiplied by the number of pairs"),
     "half of a loss with a swapped KL": (changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: q.loss / 2), PLAIN,
         "swapped in the KL; all values are 0.5 times as large"),
     "the last column is cut": (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])),
