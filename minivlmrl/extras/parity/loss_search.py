@@ -167,7 +167,6 @@ class Combination:
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
-        self.found = {}  # {description: bug} for bugs that explain further test cases
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
@@ -202,19 +201,15 @@ class Combination:
         fewest, most = left[0], left[-1]  # the cases with the fewest and the most differing numbers
         chosen = dict.fromkeys((simplest, most, fewest))
         plain, limited, fitted = self.causes
-        designs = [cause for cause in fitted if cause.of.who]
-        others = [cause for cause in fitted if not cause.of.who]
 
         def plain_causes(searches: Iterable[Search]) -> Iterator[Iterable[Cause]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
         # Fitting a number, such as a clip bound, is slow, so it comes late, and uses few cases.
         phases = (
-            [self.found.values()],  # for example two designs that act on different cases
             plain_causes(chosen),
-            chain((search.fitted(designs) for search in chosen), [most.fitted(others)]),
+            (search.fitted(fitted) for search in chosen),
             [most.tried(limited)],
-            [fewest.fitted(others)],
             # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
             plain_causes(search for search in left if search not in chosen),
         )
@@ -230,7 +225,6 @@ class Combination:
                     counts.setdefault(cause.says, (sum(now), cause))
             if any(count == len(self.steps) for count, _ in counts.values()):
                 break
-        self.found |= {says: cause for says, (_, cause) in counts.items()}
         most = max((count for count, _ in counts.values()), default=0)
         return sorted((cause for count, cause in counts.values() if count == most), key=simplicity)
 
@@ -238,17 +232,6 @@ class Combination:
 def simplicity(cause: Cause) -> tuple:
     """Sort bugs that explain the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
     return "factor" not in cause.change, len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says
-
-
-def alternatives(first: Cause, others: list[Cause]) -> list[str]:
-    """Return the texts of the other bugs, except those that add a second bug to an earlier one."""
-    seen, texts = [{*first.says.split("; and ")}], []
-    for other in others:
-        parts = {*other.says.split("; and ")}
-        if not any(earlier <= parts for earlier in seen):
-            seen.append(parts)
-            texts.append(other.says)
-    return texts
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
@@ -261,7 +244,7 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
     lines = []
     for first, *others in parts:
         lines.append(f"{first.kind}: {first.says}")
-        lines += [f"  or: {text}" for text in alternatives(first, others)[: TIED - 1]]
+        lines += [f"  or: {other.says}" for other in others[: TIED - 1]]
         lines.append(f"  effect: {first.of.effect}")
         lines += [f"  done by: {first.of.who}"] * (first.kind == "design")
     return [part[0].kind for part in parts], lines or [says]

@@ -13,7 +13,6 @@ from torch.nn.functional import pad, softplus
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.loss import cases, check, distance, judge
-from minivlmrl.extras.parity.loss_search import alternatives
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
 from tests.helpers.links import ROOT
@@ -419,11 +418,6 @@ def test_a_mistake_or_a_design_is_named(name):
     expected = [text for text in re.split("; (?!and )", says) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
-
-
-def test_a_bug_that_is_enough_alone_is_not_combined_with_another():
-    first, *others = (SimpleNamespace(says=says) for says in ("a", "a; and b", "c; and b", "b; and c", "c; and d", "e"))
-    assert alternatives(first, others) == ["c; and b", "c; and d", "e"]
 
 
 def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
