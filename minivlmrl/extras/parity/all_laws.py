@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.examined import DEFAULTS, OPTIONS, Examined, Finding
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS, use_its_own_length
-from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS
+from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS, use_its_own_numbers
+from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS, recognize_ipo
 
 LAWS = {"grpo": POLICY_LAWS, "dpo": DPO_LAWS, "sft": SFT_LAWS}
 NEEDS = POLICY_NEEDS | DPO_NEEDS
@@ -78,7 +78,10 @@ def examine(
             known = ", ".join(DEFAULTS[kind])
             raise ValueError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
     loss = Examined(as_torch(my_loss, framework), kind, options, tolerance)
-    use_its_own_length(loss)
+    if kind == "grpo":
+        use_its_own_numbers(loss)
+    if kind == "dpo":
+        recognize_ipo(loss)
     report = LawReport({})
     for law in (*COMMON_LAWS, *LAWS[kind]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}

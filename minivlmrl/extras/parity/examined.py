@@ -58,6 +58,8 @@ class Examined:
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
+        if kind == "dpo":
+            self.options["loss_type"] = [self.loss_type]  # a list, as in the recorded cases
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
         """Return the loss, a scalar, and its gradient with respect to per_token_logps, without a graph."""

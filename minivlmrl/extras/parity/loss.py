@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.extras.parity.all_laws import examine
+from minivlmrl.extras.parity.all_laws import LawReport, examine
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
@@ -114,7 +114,7 @@ def judge(
     varied = varied_options(results)
     verdict = differences_of(results, varied, tolerance)
     if not verdict.differences:
-        verdict.broken = broken_laws(my_loss, tolerance, kind, only)  # what the recorded cases cannot show
+        verdict.broken = laws_of(my_loss, tolerance, kind, only).sentences("broken")  # the cases may not show all
         return verdict
     verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
     if verdict.kinds:
@@ -124,9 +124,11 @@ def judge(
     candidates = closest_losses(errors, settings, tolerance)
     verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
     if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
-        verdict.broken = broken_laws(my_loss, tolerance, kind, only)
+        report = laws_of(my_loss, tolerance, kind, only)
+        verdict.broken = report.sentences("broken")
         if not verdict.broken:
-            verdict.names = [*verdict.names, *examples(steps)]
+            notes = [f"  note: {says}" for says in report.sentences("note")]
+            verdict.names = [*verdict.names, *examples(steps), *notes]
         if kind == "grpo":
             hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
             verdict.names = [*verdict.names, hint]
@@ -166,10 +168,10 @@ def names_without_search(results: list["Comparison"], tolerance: float) -> tuple
     return [], []
 
 
-def broken_laws(my_loss, tolerance: float, kind: str, only: dict) -> list[str]:
-    """Return a sentence for each law that a loss breaks; `only` has the options that the user has named."""
+def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
+    """Check the laws of a loss; `only` has the options that the user has named."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
-    return examine(my_loss, kind, tolerance, **known).sentences("broken")
+    return examine(my_loss, kind, tolerance, **known)
 
 
 def find_names_by_loss(
@@ -179,9 +181,14 @@ def find_names_by_loss(
     tolerance: float,
     seconds: float,
 ) -> tuple[list[str], list[str]]:
-    """Call `find_names` for all test cases, then for those of one close loss after the other until it has names."""
-    kinds, names = find_names(steps, seconds)
+    """Call `find_names` for all test cases, then for those of one close loss after the other until it has names.
+
+    A loss that does not read loss_type is one of TRL's losses, so it is not compared with all of them.
+    """
     closest, group = candidates[0]
+    kinds, names = [], []
+    if len(group) == len(steps) or steps[0].reads("loss_type"):
+        kinds, names = find_names(steps, seconds)
     if len(group) == len(steps) or (kinds and "mistake" not in kinds):
         return kinds, names
     # A right GSPO loss differs from GRPO, but has no mistake.

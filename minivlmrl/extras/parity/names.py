@@ -35,6 +35,7 @@ class Quantity:
     who: str = ""  # projects that do so on purpose, with their option; a bug with `who` is called a design
     least: float = 0.0  # a fitted number below this makes the design a mistake
     unread: str = ""  # option or tensor that the design ignores; if the loss has read it, the design is a mistake
+    read: str = ""  # option or tensor that the loss must have read to have these mistakes
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
@@ -497,6 +498,18 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             spans(lambda s: (s.terms * span_shares(s)).sum() / span_shares(s).sum().clamp(min=1)
                   / len(s.micro_batches)),
     },
+    Quantity("mean", "grpo", "padding is trained", "Liger-Kernel and axolotl: LUSPO", about=PADDING): {
+        "luspo's loss is not masked, but averaged over all columns": {
+            "mask": lambda s: s.completion.double(),
+            "inside": ["the sum"],
+            "weights": lambda s: s.x * s.completion_mask.sum(1, keepdim=True),
+            "mean": lambda s: s.terms.sum() / s.completion[0].sum() / len(s.all_rows),
+        },
+    },
+    Quantity("average", "grpo", "short micro-batches count more", about=MICRO_BATCHES): {
+        "the loss is averaged over the tokens only in whole steps, and in micro-batches over each row":
+            lambda s: s.x if s.about.get("whole_step", True) else "grpo",
+    },
     Quantity("mask", "loss", "the effective learning rate changes", "losses/grpo.py: AVERAGES"): {
         "the mean is computed over the step instead of over each micro-batch": {"mean_over": "step"},
         "sums are divided by one token too many per row, as if counted before labels are shifted":
@@ -559,6 +572,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "log-ratio": spans(lambda s: total_by(s.x * span_shares(s), s.region)),
             "importance_sampling_level": "token",
         },
+        "all rows of the batch have one ratio, the product of their tokens' ratios":
+            {"log-ratio": lambda s: (s.x * s.mask).sum() + 0 * s.x, "importance_sampling_level": "token"},
         "the log of a row's ratio is divided by all columns, padding included":
             lambda s: (s.x * s.mask).sum(1, keepdim=True) / s.completion[0].sum() + 0 * s.x,
     },
@@ -597,11 +612,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "only the clipped term is used, without the minimum":
             lambda s: -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights,
         "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
-        "epsilon_low and epsilon_high are swapped":
-            {"epsilon_low": lambda s: s.epsilon_high, "epsilon_high": lambda s: s.epsilon_low},
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
         "dual clip also for positive advantages: a ratio counts at least {c}":
             lambda s: s.x.minimum(-s.c * s.advantages * s.weights),
+    },
+    Quantity("epsilon_low", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING,
+        read="epsilon_high"): {
+        "epsilon_low and epsilon_high are swapped": {"epsilon_low": lambda s: s.epsilon_high,
+            "epsilon_high": lambda s: s.epsilon_low},
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
         "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
@@ -666,6 +684,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
         "the KL is weighted with the ratio of its token instead of its sequence":
             lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
+        "the exponential in k3 is multiplied by the ratio, so the KL is least at another policy than the reference": {
+            "use_bias_correction_kl": False,
+            "KL": lambda s: s.x + (s.ratio - 1) * (s.ref_per_token_logps - s.per_token_logps).exp(),
+        },
         "the KL is weighted with pi / pi_ref": {
             "use_bias_correction_kl": False,
             "KL": lambda s: s.x * (s.per_token_logps - s.ref_per_token_logps).exp(),

@@ -7,14 +7,23 @@ the token.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.common_laws import masked_tokens_are_inert, micro_batches_add_up, padding_changes_nothing
-from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
+from minivlmrl.extras.parity.examined import (
+    DEFAULTS_OF,
+    MASKS,
+    Examined,
+    Finding,
+    Law,
+    described,
+    numbers,
+    random_batch,
+)
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -43,8 +52,13 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
     return batch | {"old_per_token_logps": batch["per_token_logps"], "advantages": advantages.double()}
 
 
-def use_its_own_length(loss: Examined):
-    """Make a Dr. GRPO loss that divides by a constant of its own divide by max_completion_length, as laws expect."""
+def use_its_own_numbers(loss: Examined):
+    """Use the bound of a CISPO loss, and the divisor of a Dr. GRPO loss that divides by a constant of its own."""
+    if not {"loss_type", "epsilon_high"} & loss.given.keys():
+        usual = of_one_token(loss)[1]
+        loose = loss(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"])[1].item()
+        if usual == -loss.options["epsilon_high"] and loose == -1:
+            loss.options |= DEFAULTS_OF["cispo"]
     if asked_type(loss) != "dr_grpo":
         return
     once, again = (loss(one_token(), beta=0.0, max_completion_length=length)[1].item() for length in (1, 2))
@@ -188,17 +202,17 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
     same = 1 + loss.options["epsilon_low"]
     raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage == 1)
     smallest, largest = raised[0][1], raised[-1][1]
-    lowered = [token for token in tokens if token.advantage < 0]
-    cap = min((token.ratio for token in lowered if token.weight == 0 and token.ratio > 1.05 * high), default=math.inf)
+    stopped = [token.ratio for token in tokens if token.advantage == -1 and token.weight == 0]
+    cap = edge(loss, -1.0, min((ratio for ratio in stopped if ratio > 1.05 * high), default=math.inf))
     one_bound = (
         f"only one bound: the ratio is clipped at {same:g} instead of {high:g}, because epsilon_high is not used"
     )
-    dual = f"a dual clip: a token with a negative advantage has no gradient at the ratio {cap:.3g} and above"
+    dual = f"a dual clip: a token with a negative advantage has no gradient at ratios above {cap:.3g}"
     gates = [
         Gate("PPO's gradient", clip(low, high), CLIPPED),
         Gate(one_bound, clip(low, same), variant_of=CLIPPED),
-        Gate(dual, clip(low, high, cap - 1e-9), variant_of=CLIPPED),
-        Gate(f"{dual}, and {one_bound}", clip(low, same, cap - 1e-9), variant_of=CLIPPED),
+        Gate(dual, clip(low, high, cap), variant_of=CLIPPED),
+        Gate(f"{dual}, and {one_bound}", clip(low, same, cap), variant_of=CLIPPED),
         Gate(
             "no ratio, which is right for one update after each rollout, and wrong for a second update",
             lambda ratio, advantage: torch.ones_like(ratio),
@@ -212,10 +226,26 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
             ("cispo",),
         ),
     ]
-    if raised[-1][2] == 0:  # the value of a masked token is 0, and that of a clipped token is not
-        mask = "a mask: no token outside of the bounds has a gradient, whatever its advantage (IcePop)"
-        gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= low) & (ratio <= high)), (), CLIPPED))
+    kept = [ratio for ratio, weight, _ in raised if weight]
+    if kept and raised[-1][2] == 0:  # the value of a masked token is 0, and that of a clipped token is not
+        outside = [ratio for ratio, weight, _ in raised if not weight]
+        first = edge(loss, 1.0, max((ratio for ratio in outside if ratio < kept[0]), default=0.0))
+        last = edge(loss, 1.0, min(ratio for ratio in outside if ratio > kept[-1]))
+        mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
+        gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= first) & (ratio <= last)), (), CLIPPED))
     return gates
+
+
+def edge(loss: Examined, advantage: float, outside: float) -> float:
+    """Return the ratio between 1 and `outside` at which a token's gradient becomes 0; `outside` if it is 0 or inf."""
+    if outside in (0, math.inf):
+        return outside
+    inside = 1.0
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        _, slope = of_one_token(loss, ratio=middle, advantage=advantage)
+        inside, outside = (middle, outside) if slope else (inside, middle)
+    return (inside + outside) / 2
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
@@ -238,7 +268,11 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_gate(loss)
     asked = asked_type(loss)
     if fitting is None:
-        yield from sentences(right, misfits(right, tokens, loss.tolerance))
+        # With only one bound, fewer tokens may be wrong.
+        one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
+        gates = [right, one_bound] if right.loss_types == CLIPPED else [right]
+        wrong = [(gate, misfits(gate, tokens, loss.tolerance)) for gate in gates]
+        yield from sentences(*min(wrong, key=lambda pair: len(pair[1])))
     elif fitting is not right and asked and asked not in fitting.variant_of:
         yield Finding(f"the loss has {fitting.says}, but loss_type is {asked}")
     elif fitting is not right:
@@ -350,7 +384,8 @@ def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
     found = [average for average in AVERAGES if not loss.differ(weights, average.weights(batch["mask"], length), 1e-2)]
     says = found[0].says if found else f"the tokens have the weights {numbers(weights)}"
     asked = asked_type(loss)
-    if asked not in DEFINED_BY_THEIR_AVERAGES:
+    is_gspo = loss.given.get("importance_sampling_level") == "sequence"
+    if asked not in DEFINED_BY_THEIR_AVERAGES or is_gspo:
         of = f", as in {', '.join(found[0].loss_types)}" if found and found[0].loss_types else ""
         yield Finding(says + of, "note")
     elif not any(asked in average.loss_types for average in found):
@@ -441,8 +476,13 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     gradient = (logps.exp() * slopes) @ jacobian
     right_value, right_gradient = kl_and_gradient(logits, ref)
     has_gradient = not loss.differ(gradient, right_gradient)
-    if loss.differ(value, right_value) and not has_gradient:
-        swapped = (logps.exp() * ((logps - ref).expm1() - (logps - ref))).sum()
+    log_ratio = logps - ref
+    others = {"|log(pi / pi_ref)|": log_ratio.abs(), "log(pi / pi_ref)^2 / 2 (k2)": log_ratio.square() / 2}
+    other = next((says for says, x in others.items() if not loss.differ(value, (logps.exp() * x).sum())), None)
+    if loss.differ(value, right_value) and not has_gradient and other:
+        yield Finding(f"the KL is the mean of {other}, whose gradient is not that of KL(policy || reference)", "note")
+    elif loss.differ(value, right_value) and not has_gradient:
+        swapped = (logps.exp() * (log_ratio.expm1() - log_ratio)).sum()
         why = "" if loss.differ(value, swapped) else ". Policy and reference are swapped"
         yield Finding(
             "the KL is not that of policy and reference. Smallest batch: one token, averaged over a vocabulary of 7 "

@@ -21,6 +21,14 @@ def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
 
 
+def recognize_ipo(loss: Examined):
+    """Check an IPO loss by the laws of IPO, even if the user has named no loss_type."""
+    beta = loss.options["beta"]
+    value, _ = loss(pair(0.4, -0.3))
+    if "loss_type" not in loss.given and not loss.differ(value, torch.tensor((0.7 - 1 / (2 * beta)) ** 2)):
+        loss.loss_type = "ipo"
+
+
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
     """The loss falls if the chosen answer gains, and rises if the rejected answer gains."""
     # Some losses are flat or have a minimum elsewhere. All act here, where the order is wrong and both answers lost.

@@ -134,7 +134,8 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     names = names_of(name, d)
     result = []
     for quantity, causes in table.QUANTITIES.items():
-        if names & quantity.stage_names() and quantity.needs in d:
+        could_be = not quantity.read or d.reads(quantity.read)
+        if names & quantity.stage_names() and quantity.needs in d and could_be:
             if quantity.unread and d.reads(quantity.unread):
                 quantity = replace(quantity, who="")
             for says, change in causes.items():
