@@ -349,6 +349,36 @@ UNSEEN = {
         lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
         {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
 }  # fmt: skip
+UNSEEN |= {  # several mistakes at once, of which no recorded case shows only one
+    "a swapped KL, and a mean over rows": (
+        changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: row_mean(q.terms, q.mask)),
+        KL | {"loss_type": "dapo"}, "averaged as in grpo; swapped in the KL"),
+    "no KL, and signs of advantages": (
+        changed(kl=lambda q: 0 * q.kl, advantages=lambda q: q.advantages.sign()), KL,
+        "an advantage is replaced by its sign; the KL is left out"),
+    "a sum, the reference as the old policy, and half of the KL": (
+        changed(loss=lambda q: (q.terms * q.mask).sum(), old=lambda q: q.batch["ref_per_token_logps"],
+                kl=lambda q: q.kl / 2), KL,
+        "the loss is the sum; the old policy is the reference; the KL is halved"),
+    "a fixed length, and the maximum": (
+        changed(loss=lambda q: (q.terms * q.mask).sum() / 64 / len(q.mask), term=lambda q: torch.max(
+            q.ratio * q.advantages, q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages).neg()), KL,
+        "divided by a fixed length of 64; the maximum of the clipped and the unclipped objective is used instead"),
+    "means of log-ratios, and beta is 1": (
+        lambda b, o: -(preference.answer_logps(b["per_token_logps"] - b["ref_per_token_logps"], b["mask"], None)
+                       / b["mask"].sum(-1)).diff(dim=1).neg().sigmoid().log().mean(), DPO,
+        "beta is ignored; log-probabilities are averaged over tokens"),
+    "one ratio for the batch": (changed(ratio=lambda q: (q.log_ratio * q.mask).sum().exp() + 0 * q.mask), NO_KL,
+        "all rows of the batch have one ratio"),
+    "LUSPO without its mask": (
+        changed(loss=lambda q: (q.terms * q.mask.sum(1, keepdim=True)).mean()),
+        GSPO | {"loss_type": "luspo", "beta": 0.1}, "luspo's loss is not masked"),
+    "k3 with r * exp(d)": (changed(kl=lambda q: q.ratio * (q.ref - q.logps).exp() - (q.ref - q.logps) - 1), KL,
+        "the exponential in k3 is multiplied by the ratio"),
+    "a mean over tokens only in whole steps": (
+        changed(loss=lambda q: token_mean(q.terms, q.mask) if q.options["whole_step"] else row_mean(q.terms, q.mask)),
+        DAPO | {"beta": 0.0}, "only in whole steps"),
+}  # fmt: skip
 UNSEEN |= {
     "the old policy is the reference's": (changed(old=lambda q: q.batch["ref_per_token_logps"]), KL,
         "the old policy is the reference"),
