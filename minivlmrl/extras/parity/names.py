@@ -684,9 +684,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
         "the KL is weighted with the ratio of its token instead of its sequence":
             lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
-        "the exponential in k3 is multiplied by the ratio, so the KL is least at another policy than the reference": {
+        "the KL is ratio * pi / pi_ref - log(pi / pi_ref) - 1, which is not least at the reference": {
             "use_bias_correction_kl": False,
-            "KL": lambda s: s.x + (s.ratio - 1) * (s.ref_per_token_logps - s.per_token_logps).exp(),
+            "KL": lambda s: s.ratio * (s.per_token_logps - s.ref_per_token_logps).exp()
+            - (s.per_token_logps - s.ref_per_token_logps) - 1,
         },
         "the KL is weighted with pi / pi_ref": {
             "use_bias_correction_kl": False,

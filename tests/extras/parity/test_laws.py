@@ -225,11 +225,12 @@ def losses_with_notes():
     yield changed(high=lambda q: q.low), "only one bound: the ratio is clipped at 1.2 instead of 1.28"
     yield (
         changed(term=dual_clip(3.0)),
-        "a dual clip: a token with a negative advantage has no gradient at the ratio 3.5",
+        "a dual clip: a token with a negative advantage has no gradient at ratios above 3 ",
     )
-    yield changed(term=dual_clip(1.5)), "no gradient at the ratio 1.65 and above"
-    yield changed(term=dual_clip(3.0), high=lambda q: q.low), "ratio 3.5 and above, and only one bound"
-    yield changed(term=lambda q: q.term * (q.ratio > 0.8) * (q.ratio < 1.28)), "a mask: no token outside of the bounds"
+    yield changed(term=dual_clip(1.5)), "no gradient at ratios above 1.5 "
+    yield changed(term=dual_clip(3.0), high=lambda q: q.low), "ratios above 3, and only one bound"
+    mask = "a mask: no token with a ratio below 0.8 or above 1.28 has a gradient"
+    yield changed(term=lambda q: q.term * (q.ratio > 0.8) * (q.ratio < 1.28)), mask
     yield changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), "CISPO's gradient, with weights between"
     yield changed(loss=lambda q: token_mean(q.terms, q.mask)), "Each micro-batch is averaged by itself, as in BNPO"
     yield changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), "a completion without tokens"

@@ -373,8 +373,9 @@ UNSEEN |= {  # several mistakes at once, of which no recorded case shows only on
     "LUSPO without its mask": (
         changed(loss=lambda q: (q.terms * q.mask.sum(1, keepdim=True)).mean()),
         GSPO | {"loss_type": "luspo", "beta": 0.1}, "luspo's loss is not masked"),
-    "k3 with r * exp(d)": (changed(kl=lambda q: q.ratio * (q.ref - q.logps).exp() - (q.ref - q.logps) - 1), KL,
-        "the exponential in k3 is multiplied by the ratio"),
+    "a KL that is least at another policy": (
+        changed(kl=lambda q: q.ratio * (q.logps - q.ref).exp() - (q.logps - q.ref) - 1), KL,
+        "which is not least at the reference"),
     "a mean over tokens only in whole steps": (
         changed(loss=lambda q: token_mean(q.terms, q.mask) if q.options["whole_step"] else row_mean(q.terms, q.mask)),
         DAPO | {"beta": 0.0}, "only in whole steps"),
