@@ -84,6 +84,8 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     """Yield all names and texts in tool calls, at any depth."""
     if isinstance(calls, dict):
         for key, value in calls.items():
+            if value is None:
+                continue  # the template gets no nulls, because Parquet fills missing keys with null
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):

@@ -394,6 +394,14 @@ def test_the_template_sees_plain_data_and_changes_nothing():
     assert messages == before
 
 
+def test_nulls_in_a_tool_call_are_left_out():
+    """Parquet fills the arguments that only other rows have with null."""
+    calls = [{"function": {"name": "f", "arguments": {"at": "left", "unit": None}}}]
+    text = "{{ (messages | last).tool_calls | tojson }}"
+    [said] = ChatTemplate(text, "t").render([{**CALL, "tool_calls": calls}])
+    assert json.loads(said)[0]["function"]["arguments"] == {"at": "left"}
+
+
 TRAINING = ("2_5", "3", "3_vl", "3_instruct_2507", "3_8", "3_5_think", "3_5_nothink", "3_6")
 ANSWERED = [
     assistant("four"), {"role": "user", "content": "And\n3+3?"}, {**CALL, "content": "I add."},
