@@ -1,11 +1,11 @@
-"""Check laws that every right loss obeys, whatever its name: `laws` needs no recorded number and no reference loss.
+"""Check laws that every correct loss obeys. `laws` needs neither recorded numbers nor a reference loss.
 
-A law is a generator of findings about a loss. It tries small batches first, so that the sentence about a broken law
-shows the smallest batch that breaks it.
+A law is a generator of findings about a loss. It tries small batches first, so its finding shows the smallest batch
+that breaks the law.
 
     laws of every loss        NaN, masked tokens, padding, order of rows, micro-batches   common_laws.py
     laws of a policy loss     advantages, ratios and their bounds, averages, the KL       policy_laws.py
-    laws of DPO and SFT       chosen and rejected answers, label smoothing, a mean        preference_laws.py
+    laws of DPO and SFT       chosen and rejected answers, label smoothing, averages      preference_laws.py
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check the laws that every right loss obeys, and return the number of laws.
+    """Check the laws that every correct loss obeys, and return the number of laws.
 
     Args:
         my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, as in `check`.
@@ -70,7 +70,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check the laws like `laws`, and return a report that also has notes, and what could not be tested."""
+    """Check the laws as `laws` does, and return a report that also lists notes and untested laws."""
     if kind not in LAWS:
         raise ValueError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

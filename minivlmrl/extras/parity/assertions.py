@@ -1,4 +1,4 @@
-"""Assertions with which you test your own trainer, on tensors or NumPy arrays.
+"""Assertions for tests of your own trainer, on tensors or NumPy arrays.
 
 `__tracebackhide__` makes pytest show the caller's line instead of these functions.
 """
@@ -25,8 +25,8 @@ def assert_split_invariant(
     """Assert that a step's gradient does not depend on how its rows are split.
 
     Args:
-        gradients: function that takes lists with row indices, one list for each part, and returns {name: tensor}. The
-            function accumulates the gradients of the parts as your trainer does.
+        gradients: function that takes one list of row indices per part and returns {name: tensor}. It accumulates the
+            gradients of the parts as your trainer does.
         rows: number of rows in the step, at least 2.
         tolerance: largest allowed difference, relative to the largest gradient in the whole step.
         sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.

@@ -1,6 +1,6 @@
-"""Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
+"""Recompute an optimizer step that a trainer recorded, and name the bugs that explain any differences.
 
-The loss is recomputed from the trainer's advantages: wrong advantages would otherwise make a right loss look wrong.
+The loss is recomputed from the trainer's advantages: otherwise, wrong advantages would make a correct loss look wrong.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Call a user's loss for `parity`, compute its gradient, and note which arguments the loss has read."""
+"""Call a user's loss for `parity`, compute its gradient, and record which arguments the loss reads."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options
 
 
 class Arguments(dict):
-    """Arguments of a loss by name. The names that the loss reads are added to the set `read`."""
+    """A loss's arguments by name. Each name that the loss reads is added to the set `read`."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -40,7 +40,7 @@ class Arguments(dict):
 
 
 def converted(arguments: dict, convert: Callable) -> Arguments:
-    """Convert all values of a dict or of Arguments, for which this does not count as reading."""
+    """Convert all values of a dict or of Arguments, without counting them as read."""
     values = {name: convert(x) for name, x in dict.items(arguments)}
     return Arguments(values, getattr(arguments, "read", set()))
 
@@ -54,7 +54,7 @@ def loss_and_gradient(
         my_loss: function (batch, options) -> scalar loss, or a loss for a recipe.
         batch: tensors by name; the loss gets copies.
         options: options by name.
-        read: set to which the names of the tensors and options are added that the loss reads.
+        read: set that collects the names of the tensors and options that the loss reads.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.

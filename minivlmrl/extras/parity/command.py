@@ -20,7 +20,7 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments of the command, and refuse combinations in which one of them would have no effect."""
+    """Parse the command's arguments, and refuse combinations in which an argument would have no effect."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict:
-    """Return the named options that the command line has."""
+    """Return those of the named options that the command line contains."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 

@@ -61,7 +61,7 @@ def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
-    """Another order of the rows changes nothing."""
+    """Reordering the rows changes nothing."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         other_value, other_slope = loss({name: x.flip(0) for name, x in batch.items()}, **options)
@@ -76,8 +76,8 @@ def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     """The gradient of a step is the sum, or the mean, of the gradients of its micro-batches.
 
-    The sum belongs to losses that divide by a number of the whole step, and the mean to those that divide by the number
-    of rows.
+    Losses that divide by a count over the whole step need the sum; losses that divide by the number of rows need the
+    mean.
     """
     if loss.given.get("whole_step"):
         return  # the user has said that the loss is for whole steps only

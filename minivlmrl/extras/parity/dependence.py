@@ -14,7 +14,7 @@ Place = tuple[int, int]  # row and index of a token
 
 @dataclass
 class Faults:
-    """Sentences about a forward pass, with the number of places and the first place for each."""
+    """Faults of a forward pass: where each one was found."""
 
     places: dict[str, list[str]] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image after the other, and name each log-probability that moves and should not.
+    """Change one token or image at a time, and report each log-probability that changes but should not.
 
     A token may move only log-probabilities of its own document, from its own place on, and must move that of the next
     token. An image may move only tokens of its document that stand after it, and must move one. The probabilities of
@@ -94,7 +94,7 @@ def depends(
 
 
 class Forward:
-    """A trainer's log-probabilities as a function of changed token ids and images."""
+    """A trainer's forward pass, which is called again with changed token ids and images."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -131,7 +131,7 @@ def is_scored(document: Tensor, row: int, token: int) -> bool:
 
 
 def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
-    """Change a token, and add the faults that this reveals."""
+    """Change one token, and record the faults that this reveals."""
     row, token = place
     number = int(document[place])
     ids = forward.ids.clone()
@@ -162,7 +162,7 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 
 
 def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
-    """Negate the pixels of an image, and add the faults that this reveals."""
+    """Negate the pixels of one image, and record the faults that this reveals."""
     row, first, last = place
     pixel_values, grids = forward.pictures
     parts = list(pixel_values.split(grids.prod(1).tolist()))
@@ -182,7 +182,7 @@ def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, 
 
 
 def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
-    """Add up the probabilities of all values of a token, at the last place of each row where this is possible."""
+    """Add up the probabilities of all values of a token, at the last position in each row where this is possible."""
     # The placeholder of images is not tried, because each placeholder needs pixels. It may have some probability.
     missing = 0.5 if forward.pictures else 0.0
     places = list(last_scored(forward, document, is_picture))

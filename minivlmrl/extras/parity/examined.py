@@ -1,4 +1,4 @@
-"""What the laws of a loss have in common: the loss with its options, batches from small to large, and findings."""
+"""What all laws share: the loss with its options, batches from small to large, and findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -41,7 +41,7 @@ DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0
 
 
 class Finding(NamedTuple):
-    """A sentence about a loss. A note is about a property that some losses have on purpose."""
+    """A sentence about a loss. A note describes a property that some losses have on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
@@ -72,7 +72,7 @@ class Examined:
         return self(batch, **options)[1]
 
     def differ(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
-        """Return whether two tensors differ by more than rounding. NaN is the business of another law.
+        """Return whether two tensors differ by more than rounding. NaN is left to another law.
 
         Args:
             tolerance: largest difference, relative to 1 or the largest number, whichever is larger; None means that of

@@ -1,4 +1,4 @@
-"""Functions of tensors that `parity` uses to imitate bugs of trainers, such as gradient clipping."""
+"""Tensor functions, such as gradient clipping, with which `parity` imitates the bugs of trainers."""
 
 import math
 

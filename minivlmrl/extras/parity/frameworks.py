@@ -1,4 +1,4 @@
-"""Make a JAX or MLX loss callable with tensors of PyTorch, so that `parity` can check the loss."""
+"""Make a JAX or MLX loss callable with PyTorch tensors, so `parity` can check it."""
 
 from collections.abc import Callable
 

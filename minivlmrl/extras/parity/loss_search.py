@@ -185,7 +185,7 @@ class Combination:
         return cause is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases, which is enough: a variant may confuse a loss."""
+        """Return whether the loss agrees in all test cases; variants do not count, since a loss may not expect them."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:

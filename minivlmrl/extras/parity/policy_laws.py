@@ -249,7 +249,7 @@ def edge(loss: Examined, advantage: float, outside: float) -> float:
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
-    """Return the tokens whose weights are not those of a gate. NaN is the business of another law."""
+    """Return the tokens whose weights differ from what the gate predicts. NaN is left to another law."""
     pairs = [(token, gate.expected(token.ratio, token.advantage)) for token in tokens]
     return [token for token, expected in pairs if abs(token.weight - expected) > tolerance * max(1.0, abs(expected))]
 

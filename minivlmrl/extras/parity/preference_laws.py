@@ -1,4 +1,4 @@
-"""Laws of DPO and SFT losses: chosen and rejected answers, the reference, label smoothing, and a mean."""
+"""Laws of DPO losses (directions, reference, beta, label smoothing, averages) and SFT losses (a mean over tokens)."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
 
 
 def recognize_ipo(loss: Examined):
-    """Check an IPO loss by the laws of IPO, even if the user has named no loss_type."""
+    """Check an IPO loss by IPO's laws, even if the user has not named the loss_type."""
     beta = loss.options["beta"]
     value, _ = loss(pair(0.4, -0.3))
     if "loss_type" not in loss.given and not loss.differ(value, torch.tensor((0.7 - 1 / (2 * beta)) ** 2)):
@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Policy and reference whose log-probabilities change together change nothing."""
+    """Adding the same number to a log-probability of policy and reference changes nothing."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)
@@ -77,7 +77,7 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
-    """Twice the beta has the effect of twice the margin."""
+    """Doubling beta has the same effect as doubling the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     if loss.loss_type == "ipo":
@@ -100,7 +100,7 @@ def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
-    """The log-ratios of an answer's tokens are added, or averaged in the losses that say so."""
+    """The log-ratios of an answer's tokens are added, or averaged in losses that are defined so."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(0.4, -0.3))

@@ -1,10 +1,10 @@
-"""Search for known bugs that reproduce a trainer's wrong numbers, in a recorded step or in a test case of a loss.
+"""Search for known bugs that reproduce wrong numbers in a trainer's recorded step or in a test case of a loss.
 
-The search recomputes the numbers with one known bug after the other, and compares the results with the trainer's:
+The search recomputes the numbers with one known bug at a time, and compares the results with the trainer's:
 
     1. simple bugs, such as "a reward is halved"
     2. bugs in one computation, such as a wrong mask only in the token count
-    3. bugs with an unknown number, such as "the ratio is at most c"
+    3. bugs with an unknown constant, such as c in "the ratio is at most c"
     4. one factor for all numbers
     5. pairs of bugs
 """
@@ -91,7 +91,7 @@ class Cause:
 
     @property
     def is_fitted(self) -> bool:
-        """True for a bug with an unknown number, such as the bound c in "the ratio is at most c"."""
+        """True for a bug with an unknown constant, such as the bound c in "the ratio is at most c"."""
         return "{c}" in self.says or "c" in self.change
 
     @property
@@ -250,7 +250,7 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Ignore errors in other places, by replacing the trainer's numbers there with recomputed numbers."""
+        """Ignore errors elsewhere by replacing the trainer's numbers there with the recomputed ones."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -283,7 +283,7 @@ class Search:
     If all wrong numbers are in one part, such as the truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: bugs that were found earlier, and that stay in all recomputed numbers.
+        deviation: bugs that were found earlier and stay active in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -351,7 +351,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return True if fewer than two rows or groups are wrong, too few to fit a number."""
+        """Return True if fewer than two rows or groups are wrong, which is too few to fit a number."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -381,7 +381,7 @@ class Search:
         return result
 
     def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Fit each bug's unknown number, such as a clip bound; yield bugs that reproduce the trainer's numbers."""
+        """Fit each bug's unknown constant, such as a clip bound; yield bugs that reproduce the trainer's numbers."""
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:

@@ -30,12 +30,12 @@ OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step
 
 
 class SearchEndedError(Exception):
-    """A search's time is over, or all its trials are used."""
+    """A search has reached its time limit, or has used all its trials."""
 
 
 @dataclass
 class Trials:
-    """The number of trials that a search has left; unlike a time, it is the same on each machine."""
+    """A search's remaining trials. Unlike a time limit, a limit on trials has the same effect on every machine."""
 
     left: float = math.inf
 
@@ -131,7 +131,7 @@ class Dump(dict):
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether a loss has read this tensor or option; the trainer of a recorded step may read all."""
+        """Return whether a loss has read this tensor or option; a recorded step's trainer may have read all of them."""
         return self.read is None or name in self.read
 
     def has_advantage(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""List mistakes with rows or tokens that a trainer may make, and the parts of a step that a bug may affect.
+"""List the mistakes that a trainer may make with rows or tokens, and the parts of a step that a bug may affect.
 
 For example, each completion may have the advantage of the next completion in its group, or the advantages may be wrong
 only for truncated completions.
