@@ -232,6 +232,11 @@ def losses_with_notes():
     mask = "a mask: no token with a ratio below 0.8 or above 1.28 has a gradient"
     yield changed(term=lambda q: q.term * (q.ratio > 0.8) * (q.ratio < 1.28)), mask
     yield changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), "CISPO's gradient, with weights between"
+    mask = "a mask: no token with a ratio below 0.5 or above 2 has a gradient"
+    yield changed(term=lambda q: -q.ratio * q.advantages * (q.ratio > 0.5) * (q.ratio < 2)), mask
+    usual_cispo = changed(term=lambda q: -q.ratio.clamp(max=q.high).detach() * q.advantages * q.logps)
+    yield usual_cispo, "CISPO's gradient, with weights between 0.001 and 5"
+    yield changed(kl=lambda q: (q.logps - q.ref).abs()), "the KL is the mean of |log(pi / pi_ref)|, whose gradient"
     yield changed(loss=lambda q: token_mean(q.terms, q.mask)), "Each micro-batch is averaged by itself, as in BNPO"
     yield changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), "a completion without tokens"
     yield changed(terms=lambda q: q.term + q.beta * q.kl * q.mask.sum(1, keepdim=True)), "the KL has another average"
@@ -248,6 +253,37 @@ def test_a_named_loss_type_is_a_law():
     gspo_loss = changed(log_ratio=lambda q: (q.log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True))
     assert "one ratio, the geometric mean" in notes(gspo_loss)
     assert examine(gspo_loss, importance_sampling_level="token").broken_laws() == ["ratios_belong_to_their_tokens"]
+
+
+def test_projects_average_gspo_differently():
+    def mean(q):
+        return (q.log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True)
+
+    loss = changed(log_ratio=mean, loss=lambda q: token_mean(q.terms + 0 * q.mask, q.mask), kl=lambda q: 0 * q.kl)
+    assert examine(loss, loss_type="grpo", importance_sampling_level="sequence").agrees
+    assert examine(loss, loss_type="grpo").broken_laws()
+
+
+def test_an_ipo_loss_is_recognized():
+    def ipo(batch, options):
+        assert options["loss_type"] == ["sigmoid"]  # a list, as in the recorded cases
+        sums = ((batch["per_token_logps"] - batch["ref_per_token_logps"]) * batch["mask"]).sum(-1)
+        return (sums[:, 0] - sums[:, 1] - 0.5 / options["beta"]).square().mean()
+
+    assert examine(ipo, kind="dpo").agrees
+    assert examine(ipo, kind="dpo", loss_type="sigmoid").broken_laws() == ["beta_multiplies_the_margin"]
+
+
+def test_a_loss_with_one_bound_has_no_sentence_about_the_other():
+    """The maximum is wrong for negative advantages; the missing second bound is a design."""
+
+    def loss(q):
+        clipped = q.ratio.clamp(1 - q.low, 1 + q.low) * q.advantages
+        smaller, larger = torch.min(q.ratio * q.advantages, clipped), torch.max(q.ratio * q.advantages, clipped)
+        return -smaller.where(q.advantages > 0, larger)
+
+    says = examine(changed(term=loss)).sentences("broken")
+    assert says and all(text.startswith("A < 0: ") for text in says)
 
 
 def test_rounding_and_a_detached_kl_are_found():
