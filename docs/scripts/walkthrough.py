@@ -29,14 +29,14 @@ HEAD = """\
 # Walkthrough
 
 What does a GRPO step compute, from an image to the new weights? Each section explains a function of
-[minimal.py](../minimal.py), and shows the shape, the dtype and the first values of tensors that the function computed
-for one image and one question. [The step line by line](scripts/step.py) shows each line of these functions beside its
-tensors. In a clone, `python -m docs.scripts.step` writes this page, docs/step.html:
+[minimal.py](../minimal.py), and shows the shape, dtype and first values of the tensors that the function computed for
+one image and one question. Another page shows each line of these functions next to its tensors. To write that page,
+docs/step.html, run [`python -m docs.scripts.step`](scripts/step.py) in a clone:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
-All numbers are from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
-The weights are float64, so that other machines print the same numbers.
+All numbers come from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
+The weights are float64, so other machines print the same numbers.
 
 ![A GRPO step as a flow chart](images/step.svg)
 
@@ -57,25 +57,24 @@ The chat template puts the question into a conversation. In the prompt, the plac
 of the {merged} image tokens.
 
 # Positions: mrope_positions
-Each token has a position in time, a row and a column. The three positions of a text token are equal, and rise by 1 with
-each token. If an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. The
-text after the image continues from the largest position, as [this picture](images/mrope.svg) shows.
+Each token has a position in time, a row and a column. For a text token, the three positions are equal. They rise by 1
+from one token to the next. If an image begins at position p, its token in row i and column j has the positions p, p + i
+and p + j. The text after the image continues from the largest position, as [this picture](images/mrope.svg) shows.
 
 # Vision tower: Vision.forward patches return
-The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends to the patches of its
-window, and in the second block to the whole image. A small MLP, the merger, turns four patches into one image token, a
-vector as wide as a word embedding.
+The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends only to the patches in
+its window. In the second block, it attends to the whole image. A small MLP, the merger, turns four patches into one
+image token, a vector as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
 The image tokens replace the embeddings of the placeholders. The angles of a token's rotary embedding come from its
-positions in time, row and column. The causal mask lets each token attend to itself and the tokens before it. The layers
-of the decoder return a hidden state for each token, and keep the keys and values of the prompt, which all completions
-use.
+positions in time, row and column. The causal mask lets each token attend to itself and the tokens before it. The
+decoder layers return a hidden state for each token, and keep the prompt's keys and values, which all completions use.
 
 # Completions: sample probabilities
-The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
+The model processes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
 completions have ended. The mask is False for the tokens after the end of a completion.
 
 # Log-probabilities: log_probabilities states logits return
@@ -85,23 +84,23 @@ token is its logit minus the logsumexp over all logits. In this picture, a darke
 ![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
 
 # Rewards: reward
-A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, {solution!r}. At the end of this
-section, you see the {G} completions with their rewards.
+A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, here {solution!r}. At the end of
+this section, you see the {G} completions with their rewards.
 
 # Advantages: group_advantages return
-The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
-deviation of the rewards in its group.
+The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), where the mean and the standard
+deviation are those of the rewards in its group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, the policy, the model that sampled the completions and the reference have the same weights, so all
-ratios are 1, and the KL is 0. The loss is about 0, because the advantages of a group add up to 0, but [its gradient is
-not 0](metrics.md#why-is-my-loss-0).
+In the first step, three models have the same weights: the policy, the model that sampled the completions, and the
+reference. So all ratios are 1, and the KL is 0. The loss is about 0, because the advantages of a group add up to 0, but
+[its gradient is not 0](metrics.md#why-is-my-loss-0).
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The update of GRPO makes right answers more likely, and completions
-without tags such as `<answer>` less likely. A wrong answer with tags may also become more likely, because its tags are
-also tokens of right answers.
+by about the learning rate, {learning_rate:g}. The GRPO update makes right answers more likely, and completions without
+tags such as `<answer>` less likely. A wrong answer with tags may also become more likely, because right answers contain
+the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
@@ -113,12 +112,11 @@ FOOT = """
 ## In the package
 
 `train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
-of a step into one sequence. In this picture, each line is a token, and its colors show to which tokens it attends:
+of a step into one sequence. In this picture, each line is a token, and its colors show which tokens it attends to:
 
 ![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
 
-`train.py` also sorts the patches [by window](images/windows.svg), so that a block computes no attention between
-windows.
+`train.py` also sorts the patches [by window](images/windows.svg), so that no attention is computed between windows.
 """
 
 
