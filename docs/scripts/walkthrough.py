@@ -30,8 +30,8 @@ HEAD = """\
 
 What does a GRPO step compute, from an image to the new weights? Each section explains a function of
 [minimal.py](../minimal.py), and shows the shape, dtype and first values of the tensors that the function computed for
-one image and one question. Another page shows each line of these functions next to its tensors. To write that page,
-docs/step.html, run [`python -m docs.scripts.step`](scripts/step.py) in a clone:
+one image and one question. [The step line by line](scripts/step.py) shows each line of these functions next to its
+tensors. In a clone, run `python -m docs.scripts.step` to write that page, docs/step.html:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
