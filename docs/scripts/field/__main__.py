@@ -3,8 +3,8 @@
     python -m docs.scripts.field PROJECT FOLDER
     python -m docs.scripts.field PROJECT FOLDER --laws
 
-FOLDER is a clone of the project, or its unpacked wheel. The losses are also checked by laws that every right loss
-obeys. With --laws, they are not compared with those of TRL, and the table also has the notes of the laws.
+FOLDER is a clone of the project, or its unpacked wheel. The script also checks laws that every correct loss obeys. With
+--laws, it checks only the laws, without a comparison with TRL, and also prints their notes.
 """
 
 import argparse
