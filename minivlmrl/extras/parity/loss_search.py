@@ -137,6 +137,8 @@ def parts_of(steps: list[Dump]) -> list[list[Cause]]:
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
     variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
     variants = [step for step in variants if step["loss"].isfinite().all()]
+    for step in variants:
+        step.trials = steps[0].trials
     while True:
         combination = Combination(searched, variants)
         parts = combination.run()
