@@ -65,8 +65,8 @@ def format_option(option: Option) -> str:
 def comments_of(section: type) -> dict[str, str]:
     """Return the comments above and beside the fields of a dataclass, {name of the field: text}.
 
-    This page shows the comments of options.py, as pydoc shows comments, so that an option and its explanation stand
-    together in the file that people read. No other code reads them.
+    The help page prints the comments in options.py, as pydoc does, so that each option is explained in the file in
+    which it is defined. No other code reads these comments.
     """
     source = textwrap.dedent(inspect.getsource(section))
     texts = {}

@@ -1,4 +1,4 @@
-"""Settings of a process that runs a command: for torch, for malloc and for warnings."""
+"""Settings for torch, malloc and warnings in a process that runs a command."""
 
 import ctypes
 import os
@@ -6,11 +6,11 @@ import warnings
 
 
 def set_up_process():
-    """Set what torch, malloc and Pillow read, except what the user has set; call it before torch is imported.
+    """Set up torch, malloc and Pillow, but keep the user's environment variables; call this before importing torch.
 
     Only commands change their process. Importing minivlmrl as a library changes nothing.
     """
-    # Threads of GNU OpenMP wait in a busy loop. With the default length of the loop, training was up to fifteen times
+    # GNU OpenMP threads wait in a busy loop. With the default length of the loop, training was up to fifteen times
     # slower when other processes used the same cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # PyTorch's expandable segments avoid fragmentation of GPU memory if steps have different lengths. On WSL, the first
@@ -19,7 +19,7 @@ def set_up_process():
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     keep_freed_memory()
-    # An image with so many pixels is refused by data/media.py, whose message names the row.
+    # data/media.py refuses such large images, with a message that names the row.
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
 
 

@@ -6,7 +6,7 @@ python train.py RECIPE --resume=auto         # continue from the newest checkpoi
 python train.py --help [SECTION]             # every option with its default
 torchrun --nproc_per_node=8 train.py RECIPE  # on eight GPUs
 
-`minivlmrl train` does the same without cloning the repository.
+`minivlmrl train` does the same without a clone of the repository.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Load the functions and classes that a recipe names as "name", "file.py:name" or "package.module:name".
 
 In a recipe, "name(option=1)" calls the function `name` with option=1. Errors in the user's code are not converted to
-ValueError, so that their traceback names the user's line.
+ValueError, so their traceback points to the user's line.
 """
 
 import ast
@@ -36,8 +36,8 @@ def _load_module(file: str) -> ModuleType:
         path = _source_file(file)
         if not Path(path).is_file():
             raise ValueError(
-                f"{path} does not exist. A code file that a recipe names is searched beside the recipe, then in the "
-                f"working folder, {os.getcwd()}; a file on the command line is first searched in the working folder."
+                f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
+                f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
         USER_FILES.add(path)  # before the file runs, because its code may fail
         return run_file(path)
@@ -84,7 +84,7 @@ def recipes_folder() -> Path:
 def run_file(path: str) -> ModuleType:
     """Execute a Python file, unless it has been executed already, and return the resulting module."""
     # A user's module is named after the path of its file, so that pickle finds the module on every rank. Dots in the
-    # path are replaced, because a dot in a module's name ends the name of a package.
+    # path are replaced, because Python would read the part before a dot as the name of a package.
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -145,7 +145,7 @@ def check_function(kind: str, text: str, function: Any):
     if isinstance(function, type):
         raise ValueError(
             f"{kind} {text} is a class, but it must be a function or an object with __call__. Write `name = "
-            f"{function.__name__}()` in your file, and give this name"
+            f"{function.__name__}()` in your file, and use that name"
         )
     if not callable(function):
         raise ValueError(
@@ -154,7 +154,7 @@ def check_function(kind: str, text: str, function: Any):
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class that an item in the recipe's list `stages` names.
+    """Return the trainer class for an item in the recipe's list `stages`.
 
     Args:
         stage: a name in the table, or "file.py:Class".
@@ -169,10 +169,10 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 def load_function(
     option: str, text: str, table: dict[str, Any], section: Any, num_positional: int, names: Collection[str]
 ) -> Callable:
-    """Find the function that an option of the section grpo names, and adapt it to the arguments of its call.
+    """Find the function named by an option in the section `grpo`, and adapt it to the arguments of its calls.
 
     Args:
-        option, text, table: the option, its value, and the built-in functions, see resolve_object.
+        option, text, table: the option, its value, and the built-in functions; see resolve_object.
         section: options of the training stage.
         num_positional, names: see with_arguments.
     """
@@ -187,15 +187,15 @@ def load_function(
 def with_arguments(
     function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
 ) -> Callable:
-    """Return a function that ignores the keyword arguments for which `function` has no parameter.
+    """Wrap `function` so that it ignores keyword arguments for which it has no parameter.
 
     Args:
         function: a user's function, or a built-in one.
-        num_positional: positional arguments of the call.
-        names: names of the keyword arguments that the call may have.
-        options: further values, which parameters with these names get.
+        num_positional: number of positional arguments in a call.
+        names: names of the keyword arguments that a call may pass.
+        options: further values, which are passed to the parameters with these names.
     Raises:
-        ValueError: a parameter of the function would get no value.
+        ValueError: a parameter of the function would not get a value.
     """
     signature = inspect.signature(function)
     parameters = [*signature.parameters.values()][num_positional:]
@@ -223,7 +223,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}
     for name, value in options.items():
-        if name not in hints:  # a function with **columns would ignore a misspelt option
+        if name not in hints:  # a function with **columns would ignore a misspelled option
             names = ", ".join(hints) or "none"
             raise ValueError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

@@ -18,7 +18,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options that change a model's answers, and are saved in minivlmrl.yaml beside the weights
+# options that change a model's answers; they are saved in minivlmrl.yaml beside the weights
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -42,11 +42,11 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     """Load a recipe: a YAML file with the fields of RunConfig, and with sections for the user's own training stages.
 
     Args:
-        recipe: recipe path, or a recipe's name in the folder `recipes`.
-        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
-            "1". Values are parsed as YAML.
-        is_found: True if the recipe was found beside a model, not named by the user. If the recipe then names a Python
-            file, load_config raises ValueError before any code is run.
+        recipe: path of a recipe, or the name of a recipe in the folder `recipes`.
+        overrides: options such as "--seed=1" or "--grpo.learning_rate=1e-4". An option and its value may also be two
+            separate texts, "--seed" and "1". Values are parsed as YAML.
+        is_found: True if the recipe was found beside a model instead of being named by the user. If such a recipe names
+            a Python file, load_config raises ValueError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -121,8 +121,8 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
         name = algorithm.stage
         if name in sections or name in dir(RunConfig()):
             raise ValueError(
-                f"stages: {algorithm.__name__}.stage is {name!r}, but a section of this name "
-                "exists already; choose another name"
+                f"stages: {algorithm.__name__}.stage is {name!r}, but a section with this name "
+                "already exists; choose a different name"
             )
         sections[name] = algorithm.config_type
     fields = [(name, cls, field(default_factory=cls)) for name, cls in sections.items()]
@@ -132,7 +132,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 class Resolver:
     """Make the paths in a recipe absolute, and list the files with Python code that the recipe names.
 
-    `typed` lists the options on the command line, such as "grpo.beta" or "grpo".
+    `typed` holds the names of the options that were given on the command line, such as "grpo.beta" or "grpo".
     """
 
     def __init__(self, recipe: Path, typed: Collection[str], is_found: bool):
@@ -142,7 +142,7 @@ class Resolver:
         self.unknown: list[str] = []  # code in a recipe that was found beside a model
 
     def check(self):
-        """Raise ValueError if the recipe in a model's folder would run Python code from a user's file."""
+        """Raise ValueError if a recipe that was found beside a model would run Python code from a file."""
         if self.unknown:
             raise ValueError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
@@ -154,8 +154,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A recipe from a model's folder must not pass a quoted text to a function. The text, such as url in
-            # "name(url='...')", could name a URL, a file or a function.
+            # A recipe from a model's folder must not pass quoted text to a function: in "name(url='...')", for example,
+            # the text could name a URL, a file or a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -181,7 +181,8 @@ class Resolver:
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]  # first the folder where the user wrote the path
-        # A copy of a built-in recipe finds files such as shapes_model.json in the built-in folders.
+        # The built-in folders are also searched, so that a copy of a built-in recipe finds files such as
+        # shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -190,7 +191,7 @@ class Resolver:
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join an option and its value: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
     joined = []
-    takes_value = False  # whether the last option has no value yet
+    takes_value = False  # True if the last option does not have a value yet
     for argument in arguments:
         is_option = argument.startswith("--")
         if takes_value and not is_option:
@@ -214,7 +215,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML, but keep 007 as "007" if the option is a text."""
+    """Parse an override's value as YAML, but keep 007 as the text "007" if the option expects text."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -225,7 +226,7 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return all options of a run, with their defaults, as the YAML text of a recipe."""
+    """Return all options of a run, including the defaults, as the YAML text of a recipe."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
@@ -246,7 +247,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the content of minivlmrl.yaml: the options that change the answers of a model."""
+    """Return the content of minivlmrl.yaml: the options that change a model's answers."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():

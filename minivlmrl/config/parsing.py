@@ -27,7 +27,7 @@ ChangeText = Callable[[TypeHint, str, str], str]
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys and aliases; a short text with aliases could fill the memory."""
+    """A YAML loader that rejects duplicate keys, and also aliases, with which a short text could fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -81,7 +81,7 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check a value against a type hint, and convert it; errors name the value as `name`, such as "grpo.beta"."""
+    """Check a value against a type hint, and convert it. `name` identifies the value in errors, as in "grpo.beta"."""
     return Reader(json).read(hint, value, name)
 
 
@@ -93,14 +93,14 @@ class Reader:
     "(0, 1]"].
 
     Args:
-        json: True for JSON files, which programs write. Then unknown keys are ignored and texts are not converted.
-            False for recipes, in which a float may be written as "1e-4" (which YAML reads as text), and a list with one
-            text as a text.
+        json: True for JSON files, which programs write: unknown keys are ignored, and texts are not converted to other
+            types. False for recipes: a float may be written as "1e-4", which YAML reads as text, and a list with a
+            single text may be written as just that text.
         change_text: function that is called with (type, text, path of the field) for each key or value whose type is a
             text type from config/types.py. The function's result replaces the text. In the path, dots in a key are
             written as slashes.
-        root: dataclass of the whole file; an error about an unknown key suggests its options.
-        dashes: "--" if the error suggests options of the command line, otherwise "".
+        root: dataclass of the whole file; an error about an unknown key suggests options of this dataclass.
+        dashes: "--" if errors should suggest command-line options, otherwise "".
     """
 
     def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None, dashes: str = ""):
@@ -212,13 +212,13 @@ class Reader:
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
-    """Suggest an option in place of an unknown key. The key may be TRL's name, or belong to another section."""
+    """Suggest an option in place of an unknown key. The key may be TRL's name, or belong to a different section."""
     paths = [option.path for option in options_of(root)]
     if has_extras():
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
         if said := answer(prefix, key, dashes, paths):
             return said
-    if "." in key and key in paths:  # a recipe has sections in place of dotted names
+    if "." in key and key in paths:  # a recipe uses sections instead of dotted names
         parent, _, name = key.rpartition(".")
         return f"write {name} in the section {parent}"
     for says, words in (("the name in minivlmrl is", [key]), ("perhaps you mean", key.split("_"))):

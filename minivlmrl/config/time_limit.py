@@ -1,4 +1,4 @@
-"""Limit the time of a user's code."""
+"""Limit how long a user's code may run."""
 
 import math
 import signal
@@ -11,7 +11,7 @@ longest = math.inf  # upper bound in seconds for all time limits, set by shorten
 
 
 class Overtime(BaseException):
-    """A user's code takes too long. Because Overtime is a BaseException, `except Exception` does not catch it."""
+    """Raised if a user's code takes too long. Overtime is a BaseException, so `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -19,8 +19,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
     A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no time
-    limit on Windows and outside the main thread. The signal does not stop C code that never returns, or code that
-    handles SIGALRM itself.
+    limit on Windows or outside the main thread. The signal cannot stop C code that never returns, or code that handles
+    SIGALRM itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -47,7 +47,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 def shorten_limits(seconds: float):
     """Lower the current time limit and all later time limits to at most `seconds`.
 
-    After a stop signal, a run calls shorten_limits, so that a reward that hangs does not delay the run's end.
+    A run calls shorten_limits after a stop signal, so that a reward function that hangs does not delay the end of the
+    run.
     """
     global longest
     longest = seconds

@@ -1,6 +1,6 @@
 """Types of options: texts that name files or code, and numbers with bounds.
 
-The module config/parsing.py checks each value of a recipe against the type of its option.
+The module config/parsing.py checks each value in a recipe against the type of its option.
 """
 
 import re
@@ -18,7 +18,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Part = Literal["vision", "merger", "language", "embeddings"]
 Frozen = NewType("Frozen", str)  # a Part, or a range of layers that LAYERS matches
 LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)-(\d+)")  # such as "layers.0-11" and "visual.blocks.0-7"
-BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of the coordinates of boxes
+BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
 # min_pixels may be at most 2**25: cutting an image of 2**25 pixels into patches takes 2 GB of memory.

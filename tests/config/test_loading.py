@@ -343,7 +343,11 @@ REFUSED = [  # (recipe, overrides, error message)
     (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share or "),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
-    (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section of this name exists"),
+    (
+        SECTION,
+        ["--stages=again.py:Nameless"],
+        "stages: Nameless.stage is 'sft', but a section with this name already exists",
+    ),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
     (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
     ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
@@ -363,5 +367,5 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
 @pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])
 def test_a_file_is_no_output_folder(tmp_path, inside):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir is .*taken.*, but .*taken is a file; name a folder"):
+    with pytest.raises(ValueError, match=r"output_dir is .*taken.*, but .*taken is a file; choose a folder"):
         load_config("shapes.yaml", [f"--output_dir={tmp_path}/taken{inside}"])

@@ -141,7 +141,7 @@ def test_cases_cover_every_rule(empty):
     ({"adapter.path": "folder"}, r"adapter\.path is .*folder, but r is 0, so the model would be trained without the"),
     ({"data.eval_file": "rows.jsonl"}, r"data\.eval_file is .*rows\.jsonl, but evaluations would use the rows"),
     ({"dpo.loss_type": ["exo_pair"]}, r"^dpo\.loss_type exo_pair takes the logarithm of label_smoothing"),
-    ({"grpo.epsilon_high": 0.1}, r"epsilon_low is 0\.2, but it must be from 0 to epsilon_high"),
+    ({"grpo.epsilon_high": 0.1}, r"epsilon_low is 0\.2, but it must be between 0 and epsilon_high"),
 ])  # fmt: skip
 def test_contradictions_are_errors(empty, options, said):
     """Such a recipe would train or evaluate something else than it says."""

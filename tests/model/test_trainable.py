@@ -39,7 +39,7 @@ def test_ranges_of_layers_are_frozen():
     assert frozen == {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
     with pytest.raises(ValueError, match=r"model.freeze is 'layers.1-9', but it must be a range within 0-2"):
         select_trained(model, ["layers.1-9"])
-    with pytest.raises(ValueError, match=r"freeze contains 'layer.0-1', but it must contain vision, merger"):
+    with pytest.raises(ValueError, match=r"freeze contains 'layer.0-1', but each item must be vision, merger"):
         ModelOptions(freeze=["layer.0-1"])
 
 

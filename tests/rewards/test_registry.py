@@ -279,7 +279,7 @@ def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
 
 @pytest.mark.parametrize(("name", "said"), [
     ("Scorer", r"^reward .*mine\.py:Scorer is a class, but it must be a function or an object with __call__\. Write "
-               r"`name = Scorer\(\)` in your file, and give this name$"),
+               r"`name = Scorer\(\)` in your file, and use that name$"),
     ("NUMBER", r"^reward .*mine\.py:NUMBER is 3, but it must be a function or an object with __call__$"),
     ("unusd", r"mine\.py defines no 'unusd'; did you mean unused\?$"),
 ])  # fmt: skip

@@ -87,7 +87,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
 @pytest.mark.parametrize(("text", "code", "last_line"), [
     ("def f(completions, **columns)\n    return", 1, "SyntaxError: expected ':'"),
     ("def f(completions):\n    return []", 2, "row 0: reward FILE:f, for the completion '<answer>invented</answer>'"),
-    (None, 2, "FILE does not exist. A code file that a recipe names is searched beside the recipe"),
+    (None, 2, "FILE does not exist. A code file named in a recipe must be beside the recipe"),
 ])  # fmt: skip
 def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
     file = tmp_path / ("long" * 20) / "mine.py"  # a path is not shortened
