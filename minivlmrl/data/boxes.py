@@ -119,7 +119,7 @@ def says_none(text: str) -> bool:
 
 
 def unfenced(text: str) -> str:
-    """Remove the Markdown code fence around a text, and the last full stop."""
+    """Remove the Markdown code fence around a text, and a final period."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 
@@ -130,15 +130,15 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
         {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list with objects or lists
-        [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or several lists, with or without commas
-        (1, 2), (5, 6)                               corners for one or several boxes
+        [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or more lists, with or without commas
+        (1, 2), (5, 6)                               corners of one or more boxes
         1 2 5 6                                      one box, with or without commas
-        <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without object name
+        <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without an object name
 
-    A box may be in a Markdown code fence, or end with a full stop.
+    A box may be inside a Markdown code fence, or end with a period.
 
     Returns:
-        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image,
+        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image;
         see Box.valid and Box.inside. The list is empty if the text contains other words, because they could negate the
         box ("not [1, 2, 5, 6]"), or if a group of numbers is not a box.
 

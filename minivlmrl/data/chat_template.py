@@ -38,7 +38,7 @@ def render(messages: list[dict]) -> list[str]:
             inserted before it.
     Returns:
         The prompt's texts and control tokens in order. Each control token is a Control, so that text with the same
-        characters stays text. Neighboring texts are joined to one str, because transformers also tokenizes the text
+        characters stays text. Neighboring texts are joined into one str, because transformers also tokenizes the text
         between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
@@ -78,17 +78,17 @@ def layout_turn(message: dict) -> list[str]:
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Render a completion: an answer, or an answer and further turns.
+    r"""Render a completion: an answer, which may be followed by further turns.
 
     Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, where brackets mark
     the tokens that are trained:
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Each text or control token, with True if a loss is computed on it: the text of an assistant turn, and the
-        <|im_end|> that closes the turn.
+        Pairs of a text or control token and a flag. The flag is True if a loss is computed on the text or token. This
+        is the case for the text of an assistant turn, and for the <|im_end|> that closes the turn.
     Raises:
-        ValueError: an answer has a thought outside its content, such as reasoning_content.
+        ValueError: an answer has a thought outside its content, for example in reasoning_content.
     """
     flagged = []
     for turn in turns:

@@ -46,7 +46,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> ValueError:
-    """Return the error for a column without a value: a LayoutError if the row may have the layout of another project.
+    """Return the error for a column without a value: a LayoutError if the row may have another project's layout.
 
     Args:
         name: the column, which the row lacks or in which it has None.
@@ -58,7 +58,7 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
     if name in columns:
         kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else ValueError
         return kind(f"column {name!r} has no value in this row: write a value or remove the row")
-    # with difflib's own cutoff of 0.6, `conversations` would seem to be a typo of `completion`
+    # with difflib's own cutoff of 0.6, `conversations` would look like a typo for `completion`
     meant = did_you_mean(name, unknown, cutoff=0.7)
     kind = ValueError if meant else LayoutError
     return kind(f"column {name!r} is missing; the row has {excerpt(given, 200)}{meant or '.'} {cure}")

@@ -1,4 +1,4 @@
-"""Find the folder of a model, or download the model from the Hugging Face hub."""
+"""Find the folder of a model, or download the model from the Hugging Face Hub."""
 
 import re
 import warnings
@@ -22,9 +22,9 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     """Return a model's folder, and download the model if necessary.
 
     Args:
-        name: a folder, or a repository's id on the hub, for example "Qwen/Qwen2.5-VL-3B-Instruct" or
+        name: a folder, or a repository's id on the Hub, for example "Qwen/Qwen2.5-VL-3B-Instruct" or
             "OWNER/NAME@BRANCH". A folder with this name has priority.
-        patterns: files that are downloaded, DOWNLOADED or SETTINGS.
+        patterns: names of the files to download, either DOWNLOADED or SETTINGS.
     """
     folder = Path(name)
     if isdir(folder):
@@ -65,7 +65,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         allow_patterns=[*patterns],
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # The Hugging Face cache may lack the model, or some files of the model.
+    # The Hugging Face cache may lack the model, or some of its files.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]

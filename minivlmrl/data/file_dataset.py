@@ -1,7 +1,7 @@
 """A dataset with the rows of data files, and the facts about each row.
 
 When a file is opened, each row is parsed and checked once, and described by its RowFacts. After that, a row is parsed
-again whenever it is used, so that no use sees what another one has changed in the row.
+again whenever it is used, so that changes to the row do not affect its later uses.
 """
 
 import re
@@ -43,7 +43,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 class RowFile:
-    """A data file that is open, with the options for reading its rows.
+    """An open data file, with the options for reading its rows.
 
     Args:
         path: file or folder with the rows.
@@ -59,10 +59,10 @@ class RowFile:
         self.source = open_rows(path)
         self.folder = Path(options.image_root or self.source.folder)
         self.num_rows = 0  # number of rows that are used
-        self.columns: list[str] = []  # names of the columns of all rows
-        self.given: set[str] = set()  # columns that have a value in a row
-        self.unread: set[str] = set()  # those that no stage and no reward reads
-        # row_sizes.measure keeps the sizes of rows here, {line: {names of answers: size}}, for one processor
+        self.columns: list[str] = []  # names of all columns in the rows
+        self.given: set[str] = set()  # columns that have a value in at least one row
+        self.unread: set[str] = set()  # columns that neither a stage nor a reward reads
+        # row_sizes.measure stores the sizes of rows here, {line: {names of answers: size}}, for one processor
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -115,20 +115,20 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """A row's place, and what is known about the row since its file was opened."""
+    """Where a row is stored, and the facts about the row that were collected when its file was opened."""
 
     file: RowFile
     line: int  # index of the row in its file
     num_images: int  # in the prompt
     num_videos: int
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
-    media_stamp: int  # checksum of the sizes and times of the row's image and video files; equal in all processes
+    media_stamp: int  # checksum of the sizes and times of the row's media files; the same in all processes
     text_bytes: dict[str, int]  # bytes in the texts of the prompt, and of each column in ANSWERS
     solution: Plain  # value of the column `solution`, which a run compares with answers before the first step
-    spelled: tuple[str, ...]  # names of control tokens that stand in the row's texts, such as <|im_end|>
+    spelled: tuple[str, ...]  # control tokens that are spelled out in the row's texts, such as <|im_end|>
     boxes: dict[str, str]  # {column in ANSWERS: the first box in this answer}
-    box_space: str | None  # the row's unit of boxes
-    # size and options of each image in the prompt and the answers; the size is None if it is not known
+    box_space: str | None  # the units of the row's boxes
+    # size and options of each image in the prompt and the answers; an unknown size is None
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
@@ -145,8 +145,8 @@ class FileDataset(Sequence[Row]):
         required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
-        checks_files: whether to look at image and video files. On several ranks, only rank 0 looks at them, because a
-            shared file system is slow.
+        checks_files: whether to check that image and video files exist. With several ranks, only rank 0 checks this,
+            because a shared file system is slow.
         reads: columns that a stage or a reward reads, in addition to `required`; None stands for all columns.
         options: fields of RowOptions.
 
@@ -212,7 +212,7 @@ class FileDataset(Sequence[Row]):
         return digest(hashed_parts)
 
     def select(self, facts: list[RowFacts]) -> "FileDataset":
-        """Return a dataset with the given rows, which may be rows of several datasets."""
+        """Return a dataset with the given rows, which may come from several datasets."""
         if not facts:
             raise ValueError(
                 "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
@@ -227,12 +227,12 @@ class FileDataset(Sequence[Row]):
 
     @property
     def columns(self) -> set[str]:
-        """Return the names of the columns of all rows, before and after data.columns."""
+        """Return the names of all columns in the rows, both before and after data.columns renames them."""
         return {name for file in self.files for name in file.columns}
 
     @property
     def unread(self) -> list[str]:
-        """Return the columns that no stage and no reward reads."""
+        """Return the columns that neither a stage nor a reward reads."""
         return sorted({name for file in self.files for name in file.unread})
 
     @property
@@ -241,7 +241,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def media_stamp(self) -> str:
-        """Return a hash of the sizes and times of all image and video files; only rank 0 has looked at the files."""
+        """Return a hash of the sizes and times of all image and video files, which only rank 0 has read."""
         return digest([repr([facts.media_stamp for facts in self.facts])])
 
 
@@ -261,7 +261,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
     Args:
         media: the images and videos of the prompt.
-        checks_files: whether to look at the image and video files.
+        checks_files: whether to check that the image and video files exist, and to read their sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
@@ -289,9 +289,9 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
 
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return the sizes in bytes and the times of a row's image and video files, and describe missing files.
+    """Return the sizes (in bytes) and modification times of a row's media files, and describe missing files.
 
-    An image inside the row has the size of its bytes, or of its text in base64, and the time 0.
+    An image that is stored in the row has the size of its bytes or of its base64 text, and the time 0.
     """
     sizes = []
     times = []
@@ -312,7 +312,7 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
 
 
 def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]:
-    """Find the first box in each answer that has one, {column: box as it is written}."""
+    """Find the first box in each answer that has one, as {column: the box as written}."""
     boxes = {}
     for name, answer in answers.items():
         text = "\n".join(text_of(turn) for turn in as_turns(answer or []))
@@ -352,7 +352,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos, whose frames are read at each use."""
+    """Return a row's videos, whose frames are read each time they are used."""
     videos = []
     for item in media:
         if item.kind == "video":

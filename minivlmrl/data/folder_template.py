@@ -37,7 +37,7 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import counted, did_you_mean, error_context, excerpt
 from minivlmrl.json_files import parse_json, read_json
 
-# files that can contain a chat template, in the order of transformers
+# files that can contain a chat template, in the order in which transformers reads them
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 # sha256 of Qwen2.5-VL's chat template as Qwen and TRL publish it; chat_template.py renders this template
 PUBLISHED = (
@@ -121,7 +121,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to a list of texts and control tokens.
 
-        Joined to one text, the texts and control tokens equal the result of transformers' apply_chat_template.
+        Joined into one string, the texts and control tokens equal the result of transformers' apply_chat_template.
 
         Raises:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
@@ -143,11 +143,11 @@ class ChatTemplate:
         """Render the turns that follow a prompt as texts and control tokens.
 
         Returns:
-            Pairs of a piece of text and a flag, which is True if the piece is trained, see messages.is_trained.
+            Pairs of a piece of text and a flag, which is True if the piece is trained; see messages.is_trained.
 
         Raises:
             RewrittenTurnsError: the template renders a turn differently if more turns follow.
-            ValueError: the template does not end assistant turns with <|im_end|> and a line break, or does not render a
+            ValueError: the template does not end assistant turns with <|im_end|> and a line break, or leaves out a
                 text.
         """
         conversation, mark = self._marked([*messages, *turns])
@@ -217,10 +217,10 @@ class ChatTemplate:
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
             # If an answer's text begins with a thought, Qwen3.8's chat template would write a second, empty thought.
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
+        if "<function=" in self.text:  # the template renders parameters one by one instead of as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark is a Chinese letter that is in no text, because a template could strip or escape a space or a symbol.
+        # The mark is a Chinese character that occurs in no text. A template could strip a space, or escape a symbol.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -330,7 +330,7 @@ def _template_in(path: Path) -> str | None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
+    """Build a Jinja sandbox like the one in transformers' apply_chat_template.
 
     A template may use {% break %}, but not {% generation %}. The sandbox blocks access to Python internals and files,
     and range() over more than 100,000 items. Jinja's sandbox does not limit time or memory (for example

@@ -3,8 +3,8 @@
 The patches are identical, bit for bit, to those that transformers' image processors compute.
 
 Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, and cut into 8 x 4 patches of 14 x
-14 pixels. A patch has 3 colors x 2 equal frames x 14 x 14 normalized values. Each block of 2 x 2 patches
-becomes one image token, so an image of 8 x 4 patches has 8 tokens.
+14 pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. Each block of 2 x 2 patches becomes
+one image token, so an image of 8 x 4 patches has 8 tokens.
 """
 
 import math
@@ -55,7 +55,7 @@ def to_8_bits(image: Image) -> Image:
     """Convert an image with 16 bits per pixel to 8 bits; Pillow's conversion would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    tags = getattr(image, "tag_v2", {})  # of a TIFF file, which may use 12 of the 16 bits, or count from white
+    tags = getattr(image, "tag_v2", {})  # a TIFF file may use only 12 of the 16 bits, or store white as 0
     pixels = np.asarray(image)
     gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
@@ -81,10 +81,11 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     rounding.
 
     Args:
-        factor: number of which the new height and width are multiples, the side of the square that becomes one token.
+        factor: side, in pixels, of the square that becomes one token. The new height and width are multiples of
+            `factor`.
 
-    Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
-    1176.
+    Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 is resized to height 812 and
+    width 1176.
     Raises:
         ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one token.
     Source: the function smart_resize in transformers' Qwen2-VL.
@@ -140,8 +141,7 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
     Args:
         frames: RGB images of the same size.
         height, width: new size in pixels.
-        mean, std: (3, 1), mean and standard deviation per channel of pixel values that are scaled to the range from 0
-            to 1.
+        mean, std: (3, 1), mean and standard deviation of each color channel, for pixel values from 0 to 1.
     Returns:
         (T, 3, height, width) float32.
     """
@@ -155,7 +155,7 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Normalize pixel values from 0 to 255 with a lookup table.
 
     Args:
-        normalized: (3, 256), each gray level's normalized value in each color channel.
+        normalized: (3, 256), the normalized value of each gray level in each color channel.
         pixels: (T, H, W, 3) uint8.
     Returns:
         (T, 3, H, W), with the table's dtype.

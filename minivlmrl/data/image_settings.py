@@ -38,8 +38,8 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# The classes of transformers that a preprocessor_config.json may name. If the name ends with Fast, images are resized
-# with torch, otherwise with Pillow.
+# The transformers classes that a preprocessor_config.json may name. If the name ends with Fast, images are resized with
+# torch, otherwise with Pillow.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
@@ -54,7 +54,7 @@ FIXED = {
 }
 # {name of an option in data.video: its name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
-FPS = 2.0  # sampled frames per second by default
+FPS = 2.0  # default number of sampled frames per second
 # default bounds for the area of a video frame, in image tokens of 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
 # settings that have the same name in preprocessor_config.json and in the class ImageProcessor
@@ -63,7 +63,7 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 
 @dataclass
 class Size:
-    """Bounds for an image's area in pixels, under the old and new names of transformers.
+    """Bounds for an image's area in pixels, under transformers' old and new names.
 
     Image settings with a fixed height or width are not supported.
     """
@@ -107,7 +107,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     Args:
         where: the file's name, for error messages.
         min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. If the file has no
-            bounds, the defaults are those of transformers.
+            bounds, the defaults of transformers are used.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -131,7 +131,8 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build the content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM can read.
 
     Args:
-        options: options of data.image. The file cannot store a fixed size, so both bounds become the area of this size.
+        options: options of data.image. The file cannot store a fixed size; instead, both bounds are set to the area of
+            this size.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -193,7 +194,7 @@ def read_sampling(settings: dict) -> dict[str, float]:
 def image_settings(folder: Path) -> tuple[Path, dict]:
     """Read the settings for images from a model's folder, and return (file, settings).
 
-    Transformers 5 writes image settings into processor_config.json, older versions into preprocessor_config.json.
+    Transformers 5 writes image settings into processor_config.json; older versions use preprocessor_config.json.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"

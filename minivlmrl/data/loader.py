@@ -33,9 +33,9 @@ class PreparedRow(Row):
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches of rows, one batch for each rollout.
 
-    A batch has the rows of `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again for
-    every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that any number
-    of ranks samples the same completions. Background threads compute the next batch's prompts.
+    A batch holds the rows for `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again
+    for every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that the same
+    completions are sampled on any number of ranks. Background threads compute the next batch's prompts.
 
     Args:
         draws: number of batches that a resumed run has already used.
@@ -61,7 +61,7 @@ class Batches(Iterator[list[Row]]):
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.draws = draws
         self.next_draw = self.draw(draws)
-        self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
+        self.ahead: list[Future] = []  # the first rows of the next batch, which threads are preparing
 
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Return (index in the dataset, text that seeds random numbers) for each row in this rank's part of a batch."""
@@ -106,7 +106,7 @@ class Batches(Iterator[list[Row]]):
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Return the rows that threads prepare, and warn once about each unreadable row."""
+        """Return the rows that threads have prepared, and warn once about each unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)
@@ -120,7 +120,7 @@ class Batches(Iterator[list[Row]]):
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
     """Compute a row's prompt, and check that the images in its answers can be decoded.
 
-    `answers` are the Row fields with the answers that the stage trains on.
+    `answers` lists the Row fields whose answers the stage trains on.
 
     Raises:
         ValueError: the prompt is invalid, or an image is unreadable.
@@ -137,7 +137,7 @@ def next_readable(
 
     Args:
         use: function that raises ValueError for an unreadable row, such as readable_prompt.
-        skips: False raises the error of the first unreadable row.
+        skips: whether to skip unreadable rows; False raises the error of the first one.
 
     Returns:
         The row, the result of `use`, and {index of an unreadable row: its error}.
@@ -154,12 +154,12 @@ def next_readable(
             failures[number] = error
     raise ValueError(
         f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and data.skip_unreadable does not skip "
-        f"so many rows. Correct the rows. The last error was: {list(failures.values())[-1]}"
+        f"that many rows. Correct the rows. The last error was: {list(failures.values())[-1]}"
     )
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of shuffled row indices. A resumed run skips the indices that it has used before."""
+    """Yield lists of shuffled row indices. A resumed run skips the indices that it has already used."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

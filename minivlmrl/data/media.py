@@ -44,7 +44,7 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 # Pillow's limit for the pixels of an image; without a limit, a file of a few kilobytes could fill the memory.
 MAX_IMAGE_PIXELS = 178_956_970
 
-EMPTY = (None, "")  # entries that stand for no image or video
+EMPTY = (None, "")  # entries which mean that there is no image or video
 
 Source = str | Path | bytes
 
@@ -93,7 +93,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find the file of an image or video.
 
     Returns:
-        A name for error messages, and the path; bytes and data URIs have a byte stream instead of a path.
+        A name for error messages, and the path, or a byte stream instead of the path for bytes and data URIs.
     """
     if isinstance(source, bytes | bytearray):
         return counted(len(source), "byte"), io.BytesIO(source)
@@ -111,7 +111,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # a pipe or a device is no image, and reading from it may never end
+    # a pipe or a device is not an image, and reading from it may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -125,7 +125,7 @@ class Media:
     # path, data URI or bytes of the image or video; a video can also be a list with the source of each frame
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
-    column: str | None = None  # column of the row with the source, or None if a part of a message has the source
+    column: str | None = None  # column of the row that contains the source; None if a message part contains it
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -139,7 +139,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An image in a column is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in the column's order}. A kind without a column is missing.
+        {"image" or "video": media in the column's order}. A kind that has no column is left out.
     """
     row_media = {}
     for name, kind in MEDIA.items():
@@ -161,17 +161,17 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a part of a message.
 
-    The images in a row's column belong, in order, to the image parts that name no file of their own. If messages are
-    only text, each image replaces a tag <image>. If messages are only text without a tag <image>, the images come
-    before the first user turn's text. Videos are assigned like images.
+    The images in a row's column are assigned, in order, to the image parts that do not name a file. If the messages
+    contain only text, each image replaces a tag <image>. If the text has no tag <image>, the images come before the
+    first user turn's text. Videos are assigned like images.
 
     Args:
-        turns: the prompt's messages and, if the answer contains images, the answer's.
+        turns: the prompt's messages and, if the answer contains images, those of the answer.
         row_media: {"image" or "video": media from the row's columns}. Options in a part override those in a column.
         options: options for all rows.
 
     Returns:
-        The messages with one part per image and video, and the media in these parts' order.
+        The messages with one part per image and video, and the media in the order of these parts.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # if there are image or video parts, <image> is ordinary text
@@ -200,7 +200,7 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, or else those for all rows; for a video, its own in addition to those."""
+    """Return an image's own options, or else the common options. A video's own options are added to the common ones."""
     if item.kind == "image":
         return item.options or common_options
     # If a row gives nframes or a list of frames, the options of data.video must not select frames again.
@@ -240,7 +240,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # the column's next image, which exists because of check_counts
+        listed = next(next_media)  # the column's next image; check_counts has checked that it exists
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

@@ -2,7 +2,7 @@
 
 A message is {"role": "user", "content": ...}, as transformers' chat templates expect. A message's content is a text or
 a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may
-have "tool_calls" instead of content. The word "turn" also means a message.
+have "tool_calls" instead of content. "Turn" is another word for a message.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minivlmrl.errors import counted, excerpt
 
-MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video replaces
+MARK = re.compile("<(image|video)>")  # tag that an image or video replaces in a text
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
@@ -78,9 +78,9 @@ def conversation(
     question "Is <image> left of <image>?", image parts replace the two tags.
 
     Args:
-        media: numbers of images and videos in the prompt, such as {"image": 2, "video": 1}.
+        media: the number of images and videos in the prompt, such as {"image": 2, "video": 1}.
         prompt_template: text that contains {problem}, which is replaced by the question.
-        system_prompt: system message text that is put first; None adds no message.
+        system_prompt: text of the system message, which comes first; None adds no system message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -171,7 +171,7 @@ def is_trained(turn: dict) -> bool:
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError if a dict has a value under an unknown key. None, "", [] and {} are no values."""
+    """Raise ValueError if a dict has a value under an unknown key. None, "", [] and {} do not count as values."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(

@@ -37,7 +37,7 @@ class Processor:
     # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # token ids other than those of ENDS that end a completion, from generation_config.json and sampling.stop_token_ids
+    # token ids that end a completion, in addition to ENDS; from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
@@ -48,7 +48,7 @@ class Processor:
     def __call__(
         self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: "Sequence[Video | VideoFile]" = ()
     ) -> Prompt:
-        """Render and tokenize a prompt, and compute its images' and videos' patches.
+        """Render and tokenize a prompt, and compute the patches of its images and videos.
 
         Args:
             messages: see data/messages.py. An image or video part may have options, such as {"type": "image",
@@ -91,13 +91,13 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize texts and control tokens. A placeholder is repeated for each token of its image or video.
+        """Tokenize texts and control tokens. A placeholder is repeated once for each token of its image or video.
 
         Args:
             pieces: text and control tokens, as `render` returns them.
             grids: (t, h, w) for each image and video, in order.
         Returns:
-            Each piece's list of token ids.
+            The list of token ids of each piece.
         """
         remaining_grids = iter(grids)
         ids = []
@@ -113,7 +113,7 @@ class Processor:
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's pieces unchanged; the subclass ToolProcessor marks results of tools as not trained."""
+        """Return an answer's pieces unchanged; the subclass ToolProcessor marks tool results as not trained."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -158,8 +158,8 @@ def encode_completion(
     An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    If the chat template drops the thoughts of earlier turns, `turns` has one Completion per assistant turn, with all
-    earlier turns in the prompt.
+    If the chat template drops the thoughts of earlier turns, Completion.turns has one Completion per assistant turn,
+    whose prompt contains all earlier turns.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -231,7 +231,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    A part may hold a function that decodes the image file; the function is called.
+    If a part holds a function that decodes the image file, the function is called.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

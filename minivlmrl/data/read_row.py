@@ -2,9 +2,9 @@
 
 split_answers   the prompt's turns, and the answers
 read_media      the columns image, images, video and videos
-place_media     each image and video gets its part in a message
+place_media     assigns each image and video to a part of a message
 
-The functions expect a row that row_checks.check_columns has checked.
+These functions expect a row that row_checks.check_columns has checked.
 """
 
 from itertools import takewhile
@@ -90,7 +90,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove the keys without a value, because a table writes every key of any turn or part into all of them."""
+    """Remove keys without a value. A table that has a key in one turn or part has the key in all of them."""
     if isinstance(text_or_turns, str):
         return text_or_turns
     turns = []
@@ -126,7 +126,7 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return the column that contains an answer, such as `completion`, or `messages` with prompt and answer."""
+    """Return the column that contains an answer, such as `completion`, or `messages`, which holds prompt and answer."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 

@@ -15,7 +15,7 @@ THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<thin
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first text of the messages that a chat template did not render.
+    """Describe the first message text that a chat template did not render.
 
     A chat template may change whitespace and the order of texts, and escape the arguments of tool calls as in JSON.
 
@@ -104,7 +104,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return a text as chat templates may write the text: unchanged, or escaped as JSON once or twice."""
+    """Return the forms in which chat templates may write a text: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

@@ -2,9 +2,9 @@
 
 check_columns    types of values, and turns
 check_prompts    one prompt for each row
-check_texts      texts in which other projects write more than text
-check_question   after read_row: a question without text and images
-check_answers    after read_row: empty answers, and pairs of equal answers
+check_texts      texts with lists, tags or markup of other projects
+check_question   after read_row: a question without text or images
+check_answers    after read_row: empty answers, and pairs of identical answers
 check_required   columns that a stage or a reward needs
 check_unread     images and videos that the model would not see
 """
@@ -58,7 +58,7 @@ SUFFIXES = {
     "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
     "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
 }
-# a path or URL, without or with a query
+# a path or URL, with or without a query
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
@@ -66,7 +66,8 @@ FILE_NAMES = {
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # a conversation that a chat template has already rendered
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# tags with which ms-swift marks the names and boxes of the column `objects`, Qwen-VL its images, MMMU <image 1>
+# Tags of other projects: ms-swift marks names and boxes from its column `objects`, Qwen-VL writes the path of an image
+# between <img> tags, and MMMU writes <image 1>.
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)
@@ -99,12 +100,12 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # If the images are in a misspelt column, such as `imge`, the error of check_unread names the column.
+        # If the images are in a misspelled column, such as `imge`, the error of check_unread names the column.
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may keep a column with a further image for a reward
+    if shown:  # data.columns may keep a column with an additional image for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
@@ -133,7 +134,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise ValueError if a row has several prompts, or a prompt beside a data.prompt_template without {problem}."""
+    """Raise ValueError if a row has several prompts, or one although data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
@@ -147,7 +148,7 @@ def check_prompts(columns: dict, template: str):
 
 
 def declares_tools(value: Plain) -> bool:
-    """Return True for a list of tools such as {"type": "function", "function": {...}}, also as JSON text."""
+    """Return True for a list of tools such as {"type": "function", "function": {...}}, or for its JSON text."""
     items = literal_list(value) if isinstance(value, str) else value
     keys = {"function", "parameters", "input_schema"}
     return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
@@ -181,7 +182,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise ValueError if a turn has an unknown key, or a key such as "loss" with a wrong value or place."""
+    """Raise ValueError if a turn has an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `convert` drops such keys, and counts them
@@ -200,7 +201,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise ValueError if a part or a tool call of a turn has something that would be ignored."""
+    """Raise ValueError if a part or a tool call of a turn contains something that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise ValueError(
             f"a text seems to contain an image that the model would not see: {excerpt(encoded[0], 60)}. Write it as a "
@@ -246,7 +247,7 @@ def literal_list(text: str) -> list | None:
 
 
 def parse_literal(text: str) -> Plain:
-    """Parse a text in JSON or as a Python literal; return None for another text."""
+    """Parse a text as JSON or as a Python literal; return None if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -256,7 +257,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True if a text contains a list of turns, or if a question is the text of a list with one text."""
+    """Return True if a text contains a list of turns, or if a question is a list with one text."""
     items = literal_list(text) or []
     if len(items) == 1 and isinstance(items[0], str):
         return column in PROMPTS
@@ -265,7 +266,7 @@ def is_list_text(text: str, column: str) -> bool:
 
 
 def check_question(columns: dict, media: Sequence[Media]):
-    """Raise ValueError for a question without text, images and videos; a question may consist of images alone."""
+    """Raise ValueError for a question without text, images or videos; a question may consist of images alone."""
     for name in PROMPTS:
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
@@ -276,7 +277,7 @@ def check_question(columns: dict, media: Sequence[Media]):
 
 
 def check_answers(row: Row, columns: dict):
-    """Raise ValueError for a blank answer, an answer without a turn to train on, or a pair of equal answers."""
+    """Raise ValueError for a blank answer, an answer without a turn to train on, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
     said = {}  # an answer's turns, with the texts of a turn joined
     for name in ANSWERS:
@@ -288,7 +289,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # whole conversations beside a prompt, which `convert` can read
+            except ValueError as error:  # whole conversations in addition to a prompt, which `convert` can read
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -298,7 +299,7 @@ def check_answers(row: Row, columns: dict):
                     f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
                 )
     if "chosen" in said and said["chosen"] == said.get("rejected"):
-        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
+        raise ValueError("the columns 'chosen' and 'rejected' are identical; remove the row")
     if row.messages and row.messages[-1]["role"] == "assistant":
         raise ValueError(
             f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
@@ -322,7 +323,7 @@ def check_required(row: Row, required: Collection[str]):
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a row's column contains an image or video that the model would not see.
 
-    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes.
+    Images are found at any depth of a column, as a path, URL, data URI, base64 text or bytes.
 
     Args:
         media: the images and videos that the model sees.

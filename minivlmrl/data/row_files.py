@@ -20,8 +20,8 @@ from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json,
 
 # types in parquet files that JSON does not have; values of these types are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
-SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
-# parses the rows of a file, refuses repeated keys, and converts NaN and Infinity to None
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # characters that begin a list, separate its items, or end it
+# JSON decoder for rows, which refuses repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
@@ -29,7 +29,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open the rows of a file, a folder, or one split of a folder, as in "folder@train".
 
     Raises:
-        ValueError: the file does not exist or cannot be read, or it is not clear which file in the folder has the rows.
+        ValueError: the file does not exist or cannot be read, or it is not clear which file in the folder contains the
+            rows.
     """
     path, split = split_of(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
@@ -50,7 +51,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def split_of(path: str | Path) -> tuple[Path, str | None]:
-    """Return the folder and the name of the split in "folder@train"; another path has no split, which is None."""
+    """Split "folder@train" into the folder and the name of the split, which is None for a path without a split."""
     folder, _, split = str(path).rpartition("@")
     if split and isdir(folder) and not (isfile(path) or isdir(path)):
         return Path(folder), split
@@ -76,7 +77,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # An error message shortens long texts in quotes, so a long path gets backslashes in place of quotes.
+    # Error messages shorten long quoted texts, so a long path is escaped with backslashes instead of quotes.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -128,7 +129,7 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return (line number, text) of each item in a JSON list. The list may have line breaks anywhere."""
+        """Return (line number, text) of each item in a JSON list. The list may contain line breaks anywhere."""
         rows = []
         separator = SEPARATOR.search(content)  # the opening bracket, later the commas
         start = 0
@@ -213,7 +214,7 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example, a year that Python lacks
+            except (OverflowError, OSError) as error:  # for example, for a year that Python does not support
                 raise ValueError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 

@@ -1,7 +1,7 @@
 """Measure the rows of a dataset in tokens, and find rows that are too long.
 
-The facts of a row give an estimate of its size. Only rows for which an estimate is not enough are read again, and their
-prompts are tokenized; their images are not decoded.
+A row's facts give an estimate of its size. A row is read again, and its prompt is tokenized, only if this estimate is
+not enough. Its images are not decoded.
 """
 
 import math
@@ -28,7 +28,7 @@ class RowSize:
 
     text_tokens: int = 200  # text tokens in the prompt
     image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
-    frames: int = 1  # equally large images of image_tokens; two video frames count as one
+    frames: int = 1  # number of equally large images with image_tokens in total; two video frames count as one
     answer_tokens: int | None = None  # of the longest given answer; None without an answer
     longest: int = 0  # tokens in the longest sequence, a prompt with an answer or with a part of its turns
     where: str = ""  # the row's file and line
@@ -65,7 +65,7 @@ def patch_counter(processor: Processor) -> PatchCounter:
 
 
 def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
-    """Count the tokens of a row, whose images and videos only need to have a size."""
+    """Count the tokens of a row; only the sizes of its images and videos are used."""
     counter = replace(processor, image_processor=patch_counter(processor))
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
@@ -109,7 +109,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # the row was measured with its answers
+    if not answers and sizes:  # the row was already measured with its answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -144,7 +144,7 @@ def row_sizes(
 
 
 def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
-    """Return the number of tokens of a row's images; infinity if it cannot be computed without reading the row."""
+    """Return the number of image tokens in a row, or infinity if it cannot be computed without reading the row."""
     if facts.num_videos or any(size is None for size, _ in facts.images):
         return math.inf
     try:

@@ -34,7 +34,7 @@ class Prompt:
 class Completion:
     """An answer to a prompt, sampled or demonstrated.
 
-    A completion keeps its token ids, because decoding the ids and tokenizing the text again can give other ids.
+    A completion keeps its token ids, because decoding the ids and tokenizing the text again can give different ids.
     """
 
     ids: Tensor  # (C,) int64, with the stop token
@@ -46,7 +46,7 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): token i was chosen among counts[i] ids, because of top_k, top_p and min_p; `ids` lists all of them
+    # (counts, ids): token i was chosen from the counts[i] ids that top_k, top_p and min_p kept; `ids` lists them all
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
@@ -100,7 +100,7 @@ class Row:
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:  # image sizes, for example, are only checked here
-            if not self.where or str(error).startswith(self.where):  # an image names its row
+            if not self.where or str(error).startswith(self.where):  # an error about an image already names the row
                 raise
             raise ValueError(f"{self.where}: {error}") from error
         prompt.row = self
@@ -113,7 +113,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for sampling completions.
 
-    Each text in `keys` seeds the random numbers of one prompt, so that completions do not depend on batches and ranks.
+    Each text in `keys` seeds the random numbers of one prompt, so that completions do not depend on batches or ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -23,7 +23,7 @@ STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Regular expression by which Qwen2 splits a text before byte-pair encoding, into contractions, words, digits, ...
+# Regular expression with which Qwen2 splits text into contractions, words, digits, ... before byte-pair encoding
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,7 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` has the control tokens
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` holds the control tokens
     that no text can produce: "<|im_end|>" in a text is encoded as ordinary characters. The texts "<tool_call>" and
     "<|box_start|>" become control tokens, as in transformers.
     """
@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # refuses a missing file, a pointer of Git LFS and a list
+        read_json(Path(path))  # refuses a missing file, a Git LFS pointer and a list
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
@@ -124,7 +124,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ValueError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the library's Rust code is a BaseException
+    except BaseException as error:  # a panic in the library's Rust code is a BaseException
         raise ValueError(
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
@@ -169,7 +169,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on a list of texts.
 
     Args:
-        vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.
+        vocab_size: maximum number of tokens, including control tokens. A tokenizer always contains the 256 byte values,
+            even if this exceeds vocab_size.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()

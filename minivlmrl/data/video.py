@@ -52,13 +52,13 @@ class Video:
         """Resize a video's frames, and cut the frames into patches.
 
         With data.resize_backend=torch, patches are identical, bit for bit, to those of transformers'
-        Qwen2VLVideoProcessor. With data.resize_backend=pil, frames are resized exactly as by transformers' image
+        Qwen2VLVideoProcessor. With data.resize_backend=pil, frames are resized exactly as in transformers' image
         processor.
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal patches. For model
-            families that write timestamps into the prompt, the third value is instead a list with each temporal patch's
-            time in seconds.
+            families that write timestamps into the prompt, the third value is a list with the time of each temporal
+            patch in seconds instead.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -95,12 +95,12 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
     """Load a video's sampled frames.
 
     Args:
-        source: video file, given as in media.fetch_image, or an image list. All images in a list are used.
+        source: a video file, given as in media.fetch_image, or a list of images, which are all used as frames.
         folder: folder that relative paths start from.
-        frame_factor: the sampled frame count is a multiple of this factor.
+        frame_factor: the number of sampled frames is a multiple of this factor.
         defaults: options that choose the frames of a video file, if `sampling` has none.
-        sampling: options, see extras/video_files.sample_indices. The only option for an image list is fps, the rate
-            at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
+        sampling: options; see extras/video_files.sample_indices. The only option for a list of images is fps, the rate
+            at which the images were sampled (default 2). It is called `sample_fps` in qwen-vl-utils 0.0.14.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -109,7 +109,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
         if sampling:
             raise ValueError(
                 f"{min(sampling)} selects frames of a video file, but the video is a list of "
-                "images, whose frames are all used; remove the option"
+                "images, which are all used as frames; remove the option"
             )
         for frame in source:
             image = fetch_image(frame, folder)
@@ -120,7 +120,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video whose frames are blank, but have the right size and number.
+    """Return a video with blank frames of the correct size and number.
 
     The size and number of frames are read from the header of a video file. See load_video for the arguments.
     """
@@ -144,7 +144,7 @@ def check_size(nframes: int, width: int, height: int):
         )
     if nframes * width * height > MAX_VIDEO_PIXELS:
         raise ValueError(
-            f"{nframes} frames of {width} x {height} pixels have together more pixels than the "
+            f"{nframes} frames of {width} x {height} pixels have more pixels in total than the "
             f"limit of {MAX_VIDEO_PIXELS}; use fewer or smaller frames"
         )
 

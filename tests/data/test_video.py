@@ -200,7 +200,7 @@ def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
     for source, options in ((content, {"nframes": 8}), ([tmp_path / "a.png"] * 8, {})):
         with pytest.raises(
             ValueError,
-            match="8 frames of 32 x 24 pixels have together more pixels than the limit of 6143; use fewer or",
+            match="8 frames of 32 x 24 pixels have more pixels in total than the limit of 6143; use fewer or",
         ):
             load_video(source, **options)
 
