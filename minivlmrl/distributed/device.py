@@ -16,7 +16,7 @@ def find_device(local_rank: int = 0) -> torch.device:
         if local_rank >= num_gpus:
             raise ValueError(
                 f"local rank {local_rank} has no GPU, because the number of visible GPUs is {num_gpus}. Start at most "
-                "as many processes (--nproc_per_node), or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
+                "that many processes (--nproc_per_node), or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
             )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and not hides_gpus():
@@ -27,7 +27,7 @@ def find_device(local_rank: int = 0) -> torch.device:
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
-                    "PyTorch for it (docs/gpu.md), or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+                    "PyTorch build for it (docs/gpu.md), or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 ) from error
     return torch.device("cpu")
 

@@ -5,7 +5,7 @@ freed afterwards. Each vision block and each decoder layer is an FSDP unit. The 
 units of their own if their weights are not tied. The remaining weights of the model form one more FSDP unit, the root.
 
 Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. In each step, all
-ranks get the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
+ranks get the same number of prompts and micro-batches. The class DummyVisionForward runs the vision tower on ranks
 without images. The function in_lockstep lets all ranks run the same number of decode steps.
 """
 
@@ -42,10 +42,10 @@ class Sharding:
     """How models are sharded: device mesh, dtypes and CPU offloading.
 
     Args:
-        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, at least in
-            float32.
+        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, but never in less
+            than float32.
         recompute: recompute activations in the backward pass (activation checkpointing).
-        compute_dtype: dtype for gathered weights and activations, even if sharding.enabled is false; None takes dtype.
+        compute_dtype: dtype for gathered weights and activations, even if sharding.enabled is false; None uses `dtype`.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set, because FSDP's default
-        # order depends on the number of forward passes. If this number differs between ranks, the ranks would gather
-        # different layers in the same collective call.
+        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set explicitly, because
+        # FSDP's default order depends on the number of forward passes. If this number differed between ranks, the ranks
+        # would gather different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -110,7 +110,7 @@ class Sharding:
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Form one FSDP unit from all parameters of a module that belong to no unit yet."""
+        """Form one FSDP unit from all parameters of a module that are not in a unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
             # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not
@@ -128,7 +128,7 @@ class Sharding:
         """Shard a full tensor: copy this rank's rows of the tensor into a DTensor.
 
         Args:
-            like: the parameter, whose dtype and sharding the result has.
+            like: a parameter; the result has the same dtype and sharding.
         """
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
@@ -154,7 +154,7 @@ class Sharding:
         """Copy a sharded model. Each rank copies its own rows.
 
         Args:
-            in_compute_dtype: copy into compute_dtype; False keeps the parameters' dtype.
+            in_compute_dtype: True copies into compute_dtype; False keeps the dtype of the parameters.
         """
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
@@ -177,7 +177,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # ranks with the same shard, ranks of one replica
+    for ranks_of_groups in (ranks.T, ranks):  # groups that hold the same shard, then groups that form a replica
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
         groups.append(group)
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
@@ -218,7 +218,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up integers over all ranks, on the CPU: a sum on the GPU would wait for unfinished kernels."""
+    """Add up integers over all ranks, on the CPU, because a sum on the GPU would wait for unfinished kernels."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()

@@ -1,4 +1,4 @@
-"""Split prompts and completions into micro-batches of a limited number of tokens.
+"""Split prompts and completions into micro-batches with a limited number of tokens.
 
 Each completion has its own random numbers, so completions do not depend on the micro-batches. Most losses divide by the
 token or completion count of the whole optimizer step, so the gradients of micro-batches add up to the step's gradient.
@@ -20,20 +20,20 @@ def split_into_micro_batches(
     """Split prompts and their completions into micro-batches.
 
     If max_tokens is set, prompts of similar length are put into the same micro-batch. If a prompt and its completions
-    have more than max_tokens tokens, the completions are divided over several micro-batches. All ranks get the same
+    have more than max_tokens tokens, the completions are distributed over several micro-batches. All ranks get the same
     number of micro-batches, because all ranks of a sharded model must run the same number of forward passes.
 
-    A single completion is never divided, even if the completion has more than max_tokens tokens. Example
-    with micro-batches of 20, 12 and 50 tokens:
+    A single completion is never split, even if it has more than max_tokens tokens. Example with micro-batches of 20, 12
+    and 50 tokens:
 
         >>> split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
         [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
 
     Args:
-        lengths: for each prompt (its token count, its completions' token counts).
+        lengths: for each prompt, its token count and a list of its completions' token counts.
         max_prompts: largest number of prompts in a micro-batch.
         max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once; None for no limit.
-        world: processes that all call this function; None for a single process.
+        world: the ranks, which must all call this function; None for a single process.
     Returns:
         micro-batches, each a list of (prompt index, completion index).
     """
@@ -95,7 +95,7 @@ def sample_in_micro_batches(
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
     if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
-        limit = None  # because a limit would sort the prompts
+        limit = None  # because prompts are sorted if there is a limit
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

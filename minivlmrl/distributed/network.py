@@ -1,4 +1,4 @@
-"""Connect the ranks of a run before slow work begins, so that a wrong network setting fails early."""
+"""Connect the ranks of a run before slow work begins, so that a wrong network setting causes an error early."""
 
 import os
 import socket
@@ -81,7 +81,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def end_process(message: str):
-    """Print a message and exit at once, because Python cannot interrupt gloo and NCCL with an exception."""
+    """Print a message and exit at once, because Python cannot interrupt gloo or NCCL with an exception."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -116,10 +116,10 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     yield
     pause = max(1, round(seconds / 4))
     options = {
-        socket.TCP_KEEPIDLE: pause,  # seconds without data until the kernel asks the other host
+        socket.TCP_KEEPIDLE: pause,  # seconds without data before the kernel probes the other host
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds to wait until the other host confirms data
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
         # For an open file that is not a TCP connection, setsockopt raises OSError.

@@ -22,24 +22,24 @@ from minivlmrl.distributed.device import find_device
 
 Value = TypeVar("Value")
 
-NO_LIMIT = timedelta(days=30)  # the longest time that a process group accepts
-NOTICE = 60.0  # seconds after which a rank says which ranks it is waiting for
-LAST_ERRORS = 5.0  # seconds in which all ranks must raise an error to save a checkpoint together
+NO_LIMIT = timedelta(days=30)  # the longest timeout that a process group accepts
+NOTICE = 60.0  # seconds after which a rank prints which ranks it is waiting for
+LAST_ERRORS = 5.0  # seconds within which all ranks must raise an error to save a checkpoint together
 # process group in which ranks wait for each other; None if there is only one rank
 waiting_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class World:
-    """Rank, number of ranks and device of a process. World() is a run with a single process."""
+    """Rank, number of ranks and device of a process. World() stands for a run with a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # slow work, for example sampling, calls this function often; it raises an exception after a signal such as SIGTERM
+    # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    max_wait: float | None = None  # seconds that `wait` waits for other ranks; None is no limit
+    max_wait: float | None = None  # seconds that `wait` waits for other ranks; None means no limit
     store: Store | None = None  # store in which ranks see whether another rank is late or has failed
     # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
     ends_group: bool = True
@@ -57,10 +57,11 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return every N-th item of a sequence for N ranks, starting at this rank's number.
 
-        All ranks get the same number of items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2], rank 1 [1, 0].
+        All ranks get the same number of items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1,
+        0].
 
         Returns:
-            this rank's items, and the number of leading items that are not repeats.
+            this rank's items, and how many of them, from the start, are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -110,13 +111,14 @@ class World:
         """Wait until all ranks have done their work, which may take longer than World.timeout.
 
         After a minute, the rank prints which ranks it is waiting for. If a rank hangs for longer than World.max_wait,
-        the waiting ranks raise an error, and the process of the hanging rank ends with the exit code 1 and a traceback.
+        the waiting ranks raise an error, and the process of the hanging rank prints a traceback and ends with exit code
+        1.
 
         Args:
-            work: what the ranks have to do, for the message, such as "read images".
+            work: what the ranks are doing, for the message, such as "read images".
 
         Raises:
-            RuntimeError: the process of a rank has ended, or a rank is late by more than World.max_wait.
+            RuntimeError: the process of a rank has ended, or a rank is more than World.max_wait late.
         """
         if self.size > 1:
             with self.noticed(work):
@@ -149,7 +151,7 @@ class World:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager that ends a process that hangs in its block with a traceback and the exit code 1."""
+        """Context manager that ends the process with a traceback and exit code 1 if its block hangs."""
         self.watch()
         try:
             yield
@@ -157,25 +159,25 @@ class World:
             faulthandler.cancel_dump_traceback_later()
 
     def watch(self):
-        """Start the time limit of World.max_wait again, for this process.
+        """Restart the time limit World.max_wait for this process.
 
-        Among several ranks, the limit is twice as long, so that the waiting ranks can save a checkpoint first.
+        With several ranks, the limit is twice as long, so that the waiting ranks can save a checkpoint first.
         """
         if self.max_wait is not None:
             limit = self.max_wait if self.size == 1 else 2 * self.max_wait
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Call the function `work`, which saves a run, after an error; each rank that has an error calls this method.
+        """After an error, call the function `work`, which saves the run. Each rank with an error must call this method.
 
-        If all ranks have an error, they call `work` together. Otherwise the first rank that notices this calls `work`
+        If all ranks have an error, they call `work` together. Otherwise, the first rank that notices this calls `work`
         alone, and the other ranks wait, because torchrun ends all ranks as soon as one rank ends.
 
         Args:
             work: function that is called with the ranks that work together.
             alone: whether one rank can do the work without the others.
         Returns:
-            whether the work is done.
+            True if the work was done.
         """
         if self.size == 1:
             work(self)
@@ -269,11 +271,11 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     """Select this process's device and number of CPU threads, and connect the ranks that torchrun has started.
 
     Args:
-        num_threads: this process's CPU threads; None is default_num_threads.
+        num_threads: number of CPU threads for this process; None uses default_num_threads.
         timeout: seconds that a rank waits for another rank in a collective operation before the
             run ends with an error. World.wait has no such limit.
         sharded: True if weights are sharded; then even a single process needs a process group.
-        max_wait: seconds that a rank waits for another rank in World.wait; None is no limit.
+        max_wait: seconds that a rank waits for another rank in World.wait; None means no limit.
 
     Raises:
         ValueError: there is no GPU for this rank, or the ranks cannot be connected.
@@ -320,7 +322,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
     Args:
         limit: time limit on rank 0; other ranks wait for rank 0 as long as the option max_wait_hours allows.
-        names_all: name all ranks that are late, which takes the whole time limit.
+        names_all: whether the error lists all ranks that are late, which takes the whole time limit.
 
     Raises:
         RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank

@@ -1,4 +1,4 @@
-"""Save a model, sharded or not, as a folder in the format of Hugging Face."""
+"""Save a model, sharded or not, as a folder in the Hugging Face format."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -34,17 +34,17 @@ def save_model(
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
     Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. An
-    existing model folder is replaced when all new files have been written. Weights are saved in the dtype
+    existing model folder is only replaced after all new files have been written. Weights are saved in the dtype
     model.save_dtype; None keeps each weight's dtype.
 
     All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
     not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
 
     Args:
-        world: the ranks; None is a single process.
+        world: the ranks; None means a single process.
         base: the base model's folder or repository, for PEFT's adapter_config.json.
         write_more_files: function that writes additional files into the new folder.
-        merge: False saves only the adapters, in a folder that keeps no older merged weights.
+        merge: False saves only the adapters, and removes older merged weights from the folder.
         max_shard_size: maximum size for one weights file, in bytes.
     """
     world = world or World()
@@ -57,7 +57,7 @@ def save_model(
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # Only rank 0 has the tensors `unused`, so the other ranks get the list of files from rank 0.
+        # Only rank 0 holds the tensors `unused`, so the other ranks get the list of files from rank 0.
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)  # ranks other than 0 write nothing
@@ -100,7 +100,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 
 
 def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
-    """Return the bytes of a weight in a file, without gathering the weight."""
+    """Return the size of a weight in a file, in bytes, without gathering the weight."""
     tensor = on_meta(weight)
     return tensor.to(save_dtype or tensor.dtype).nbytes
 
@@ -108,14 +108,15 @@ def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
 def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
     """Assign each tensor of a model folder to a file, in the order of the tensors.
 
-    Example: if a file may have 10 bytes, tensors of 6, 12, 3, 2 and 5 bytes are in the files [12], [6, 3] and [2, 5].
+    Example: if a file may have 10 bytes, tensors of 6, 12, 3, 2 and 5 bytes are put into the files [12], [6, 3] and [2,
+    5].
 
     Args:
-        sizes: bytes of each tensor.
-        max_shard_size: maximum bytes in a file; a larger tensor gets a file of its own.
+        sizes: size of each tensor in bytes.
+        max_shard_size: maximum size of a file in bytes; a larger tensor gets a file of its own.
 
     Returns:
-        The names of the tensors in each file, {} if there are no tensors.
+        The names of the tensors in each file; {} if there are no tensors.
     """
     shards = []
     shard = []

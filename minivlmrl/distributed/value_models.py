@@ -31,7 +31,7 @@ def save_value_model(
     All ranks must call this function.
 
     Args:
-        base: the base model's folder, which an adapter refers to.
+        base: the base model's folder, to which a saved adapter refers.
         merge: False saves only the adapters and the head.
     """
     reshard(model.score)

@@ -1,7 +1,7 @@
 """Functions for the weights of a model that may be sharded with FSDP2.
 
 A sharded model has an attribute `sharding`, an object of the class distributed.fsdp.Sharding. The module weights.py
-does not import PyTorch's FSDP, because most runs have no sharding.
+does not import PyTorch's FSDP, because most runs do not shard their models.
 """
 
 import copy
@@ -75,7 +75,7 @@ class Communication:
     once_per_step: bool  # the option sharding.once_per_step
     # whether gathered weights are freed after a forward pass; True for vision blocks and decoder layers
     is_block: bool = False
-    # whether gradients are summed over replicas only in a step's last micro-batch. This needs a gradient for each
+    # whether gradients are summed over replicas only in a step's last micro-batch. This requires a gradient for each
     # parameter in every micro-batch, because FSDP sums a unit's gradients as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction

@@ -1,7 +1,7 @@
-"""Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
+"""Capture the decode step as a CUDA graph, so that the CPU launches only one graph per token.
 
-Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
-launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. A CUDA
+Without a CUDA graph, the GPU waits for the CPU, because a decode step with 36 layers launches more than a thousand
+kernels. A CUDA graph needs a single launch, and runs the same kernels on the same memory addresses every time. A CUDA
 graph needs tensors of constant size: finished completions stay in the batch, and unused keys and values are masked.
 
 Sampling uses the same random numbers with and without a CUDA graph. The logits with and without a CUDA graph may differ
@@ -21,7 +21,7 @@ from minivlmrl.model.attention import DecodeAttention
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
 KEYS = 256
-# All CUDA graphs are captured on one stream, because every further stream would need its own workspaces.
+# All CUDA graphs are captured on one stream, because every additional stream would need its own workspaces.
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
@@ -69,7 +69,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # other prompts or longer buffers have other memory addresses, and need a new CUDA graph
+        # different prompts or longer buffers have different memory addresses, and need a new CUDA graph
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -90,7 +90,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # torch.cuda.graph would empty PyTorch's memory cache before each capture, and need up to 0.4 s for it.
+        # torch.cuda.graph would empty PyTorch's memory cache before each capture, which takes up to 0.4 s.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -40,11 +40,11 @@ def check_environment(run: RunConfig):
     """Raise ValueError if a recipe's environment contradicts its rewards or the option sampling.history."""
     if run.sampling.environment is not None or "environment" in run.rewards:
         agents().check_reward(run.sampling.environment, run.rewards)
-    samples_trajectories(run.sampling)  # raises if there are two rules for context windows
+    samples_trajectories(run.sampling)  # raises ValueError if there are two rules for context windows
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return whether each turn in a completion is sampled from its own context window."""
+    """Return True if each turn of a completion is sampled from its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)

@@ -1,6 +1,6 @@
 """Apply the options repetition_penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
-docs/developer_guide.md says how to add a sampling filter.
+docs/developer_guide.md explains how to add a sampling filter.
 """
 
 from collections.abc import Iterable, Sequence

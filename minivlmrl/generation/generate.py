@@ -1,11 +1,11 @@
 """Sample completions for prompts.
 
-    prefill        run one forward over all prompts, and store each prompt's keys and values
-                   once for all its completions
+    prefill        run one forward pass over all prompts, and store each prompt's keys and
+                   values once for all its completions
     sample_token   apply the temperature and the softmax, and sample one token per row from
                    uniform random numbers; filters such as top_p are in filters.py
-    decode         run one forward over each row's newest token, which attends to its prompt
-                   and to its completion's earlier tokens
+    decode         run one forward pass over each row's newest token, which attends to its
+                   prompt and to the earlier tokens of its completion
 
 A row is one completion. Each prompt has its own random generator (uniform_numbers in data/rows.py), so the random
 numbers do not change with the batch or the number of GPUs.
@@ -30,8 +30,8 @@ from minivlmrl.model.packing import GroupBatch, pack
 # A probability p becomes the integer p * UNITS. In float64, integers up to 2^53 are exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
-# rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
-# `ends` is True where the token ends the completion.
+# rows (r,) are the row indices, and counts (r,) are the numbers of tokens that the rows have so far. Each result is
+# (r,), and `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # function (probs, rows, counts) that samples one token id per row, (r,), from probabilities (r, V)
 SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +68,7 @@ def generate(
     """Sample a list of num_generations completions for each prompt.
 
     Args:
-        sample_token: function that samples one token per row, see make_token_sampler.
+        sample_token: function that samples one token per row; see make_token_sampler.
         decode: function that computes a decode step; defaults to Decode().
         device: computation device; defaults to lm_head's device. Required if weights are offloaded to another
             device.
@@ -79,9 +79,9 @@ def generate(
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    del batch  # the patches of the images would take memory until the last token is sampled
+    del batch  # otherwise, image patches would stay in memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # (rows, ids, logps, ends) of each decode step, see to_completions
+    # (rows, ids, logps, ends) of each decode step; see to_completions
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -165,7 +165,7 @@ def make_token_sampler(
     Args:
         temperature: logit divisor; 0 selects the likeliest token.
         stop_ids: token ids that end a completion.
-        sample: function that samples ids from probabilities, see sample_by_uniforms.
+        sample: function that samples ids from probabilities; see sample_by_uniforms.
         logits_processor: function that computes scores from logits. The softmax of the scores is the next-token
             distribution. The default is logits / temperature. A filter such as top_p is a logits processor that sets
             removed tokens' scores to -inf.
@@ -191,7 +191,7 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
     """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:
-        uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each row, see inverse_cdf.
+        uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each row; see inverse_cdf.
         device: the probabilities' device.
     """
     uniforms = to_device(uniforms, device)

@@ -1,4 +1,4 @@
-"""Sample completions as a recipe asks, for example with stop strings, sharded weights or CUDA graphs."""
+"""Sample completions with a recipe's options, for example with stop strings, sharded weights or CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -35,7 +35,7 @@ class Sampler:
     Args:
         processor: the policy's processor, with the tokenizer and the default stop tokens.
         world: the run's ranks; defaults to this process only, on the model's device.
-        gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights in
+        gather_weights: whether to gather all sharded weights before a rollout; see rollout_weights in
             distributed/weights.py.
         keeps_vision: whether to store image embeddings in the prompts, so that the reference and the training step can
             reuse them. This is only valid for a frozen vision tower.
@@ -57,7 +57,7 @@ class Sampler:
         # device on which the model computes; offloaded weights are on another device
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # function of the row indices (r,) and the token ids (r,) of new tokens, for example to print the tokens
+        # function that is called with the row indices (r,) and the ids (r,) of new tokens, for example to print them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
@@ -168,7 +168,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # methods to override in a subclass for another sampling engine
+    # methods that a subclass for a different sampling engine overrides
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -203,12 +203,12 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options:
-            raise ValueError("an engine has no options; remove the brackets")
+            raise ValueError("an engine has no options; remove the parentheses")
     return kind
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise ValueError if an engine returned a wrong number of completions, or log-probabilities that are NaN."""
+    """Raise ValueError if an engine returned the wrong number of completions, or log-probabilities that are NaN."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise ValueError(

@@ -37,7 +37,7 @@ class StopStrings:
     """Find the rows that complete a stop string, as StopStringCriteria in transformers 5.23 does.
 
     A stop string is complete as soon as a token contains its last byte, even if the token contains more text after it.
-    For example, the tokens "</answ" and "er>." complete </answer>, and the full stop remains in the completion. A stop
+    For example, the tokens "</answ" and "er>." complete </answer>, and the period remains in the completion. A stop
     string may begin in the prompt, but must end in the completion.
 
     Args:

@@ -1,6 +1,6 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
+True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may be in other units, for
 example thousandths of the image's width and height.
 
 Each box in an answer is matched with at most one true box. The sum of the IoUs is divided by the number of boxes in
@@ -40,9 +40,9 @@ def mean_iou(
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
-        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the image file; [] or ""
-            if there is no object, which the answer must then say.
-        image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in the answer's units.
+        solution: the true box [x1, y1, x2, y2] or a list of boxes, in pixels of the image file; the boxes may also be
+            given as text. [] or "" means that there is no object, and the answer must then say so.
+        image_sizes, answer_extents: (width, height) of the image, in pixels of the file and in the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
     """
@@ -67,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    The answers "[]", "None" and "No such object" get 1.0. A row without an image gets no reward (None).
+    The answers "[]", "None" and "No such object" get 1.0. A row without an image does not get a reward (None).
     """
     values = []
     reasons = []
@@ -129,7 +129,7 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute a reward for each of n answers, by comparing its boxes with the true boxes in the row's solution.
+    """Compute a reward for each of n answers by comparing its boxes with the true boxes in the row's solution.
 
     Args:
         measure: function that computes a reward from an answer's objects and the true objects; an answer without
@@ -166,7 +166,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int]):
-    """Raise ValueError if a box in a solution exceeds the image by more than a pixel, or is not in pixels.
+    """Raise ValueError if a box in a solution extends beyond the image by more than a pixel, or is not in pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.

@@ -19,9 +19,9 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """The arguments of reward functions that are no columns of the data: lists with one value for each completion.
+    """Arguments of reward functions that are not columns of the data: lists with one value for each completion.
 
-    docs/rewards.md explains them. A reward function receives those that are not None.
+    docs/rewards.md explains them. A reward function receives the arguments that are not None.
     """
 
     completions: list[str]
@@ -37,7 +37,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # the rewards that score the row; None for all
     extras: list[dict]  # where log_extra writes
     reward_model_scores: Sequence[float] | None = None
-    # Reward.__call__ sets these three, which are no lists
+    # Reward.__call__ sets these three arguments, which are not lists
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -57,7 +57,7 @@ def reward_columns(
 
     Returns:
         {name: n = B * G values}: the columns of the rows, with None for columns that a row lacks, and the arguments of
-        RewardArguments. A column with the name of such an argument is not passed.
+        RewardArguments. A column with the same name as such an argument is not passed.
     """
     flat = []
     row_of_each = []

@@ -64,16 +64,16 @@ def last_turn(prompt: Text | list[dict]) -> Text:
 
 
 class RewardLog:
-    """The arguments `trainer_state` and `log_metric` that reward functions get, as in TRL."""
+    """The arguments `trainer_state` and `log_metric` that reward functions receive, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
         self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl has the mean of the numbers logged for a rollout."""
+        """Log a finite number as a metric; metrics.jsonl contains the mean of the numbers logged for a rollout."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # the line of the step would lose its own value
+        if name in STEP_METRICS:  # otherwise, the step's own value would be lost
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise ValueError(f"log_metric: {name} is {excerpt(number, 80)}, but it must be a finite number")
@@ -237,8 +237,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" has the reasons of all rewards, for example {"format": "no <answer>"}. Values other than numbers,
-    texts and None are logged as str(value), because the log is JSON.
+    The column "why" contains the reasons of all rewards, for example {"format": "no <answer>"}. Values other than
+    numbers, texts and None are logged as str(value), because the log is JSON.
     """
     if len(values) != len(extras):
         raise ValueError(

@@ -5,8 +5,8 @@ A reward is a function with TRL's signature, which returns one number per comple
     def brevity(completions, **columns):    # all completions, and every column in their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-A reward may return None for a completion that it cannot score. A completion whose rewards are all None has the
-advantage 0, and is left out of its group's mean. A recipe weights each reward, for example {accuracy: 1.0};
+A reward may return None for a completion that it cannot score. A completion whose rewards are all None has an advantage
+of 0, and is left out of its group's mean. A recipe weights each reward, for example {accuracy: 1.0};
 rewards/registry.py lists all rewards.
 
 A reward function may explain its rewards: log_extra("why", reasons), with one text or None per completion.
@@ -19,7 +19,7 @@ from typing import Any
 
 from minivlmrl.errors import excerpt
 
-# full-width signs, as Chinese and Japanese keyboards write them, and the plain signs with the same meaning
+# full-width characters, as Chinese and Japanese keyboards write them, and the plain characters with the same meaning
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | {ord("。"): ".", ord("｡"): ".", 0x3000: " "}
 LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
@@ -62,11 +62,10 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    Answer and solution are compared without case, repeated whitespace and final full stops. A row without a solution
-    gives None.
+    The comparison ignores case, repeated whitespace and final periods. A row without a solution gives None.
 
     Raises:
-        ValueError: a solution is an object, or a list with other elements than numbers.
+        ValueError: a solution is an object, or a list with elements other than numbers.
     """
     rewards = []
     reasons = []
@@ -91,7 +90,7 @@ def solution_text(solution: Any) -> str:
     """Convert a solution to a text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        ValueError: the solution is an object, a list with other elements than numbers, or a list with one number.
+        ValueError: the solution is an object, a list with elements other than numbers, or a list with one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]
@@ -114,7 +113,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
     """Extract the answer from a completion; return None if the completion has no answer.
 
     Args:
-        completion: completion text.
+        completion: text of the completion.
         where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all text after the last
             </think>, and "last_line" extracts the last line of that text.
     """
@@ -139,7 +138,8 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width signs become plain signs.
+    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width characters become plain
+    characters.
     """
     answer = last_answer(text)
     words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()
