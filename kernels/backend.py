@@ -9,9 +9,9 @@ variable MINIVLMRL_KERNELS selects the path:
     torch     always use the torch path
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
-Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, in about 10 s, and
-stores the errors on disk. If the check fails, or the kernel's relative error is above 2 %, PyTorch replaces the kernel
-and a warning appears. With MINIVLMRL_KERNELS=triton, an error is raised instead. The environment variable
+Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, which takes about 10 s,
+and stores the errors on disk. If the check fails, or the kernel's relative error is above 2 %, PyTorch replaces the
+kernel, and a warning is printed. With MINIVLMRL_KERNELS=triton, an error is raised instead. The environment variable
 MINIVLMRL_SELF_TEST can switch off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# The kernel files import tl and triton from backend.py, where two substitutes allow an import without Triton. Importing
+# The kernel files import tl and triton from backend.py, which has two substitutes for use without Triton. Importing
 # Triton takes 70 MiB, so Triton is imported only if there is a GPU, if triton was imported before, or if an environment
 # variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
@@ -51,7 +51,7 @@ KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "lin
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
-    """Choose a kernel's backend by the environment variable MINIVLMRL_KERNELS and a tensor's device and dtype.
+    """Choose a kernel's backend from the environment variable MINIVLMRL_KERNELS and a tensor's device and dtype.
 
     Args:
         kernel: a name in KERNELS.
@@ -152,5 +152,5 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
+    """Return True for 16-bit dtypes on a GPU, or on the meta device, which represents a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

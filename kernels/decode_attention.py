@@ -143,7 +143,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether the Triton kernels for decoding support the queries q (R, H, D)."""
+    """Return True if the Triton kernels for decoding support the queries q (R, H, D)."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
@@ -174,7 +174,7 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    decode_attention computes the same as the class DecodeAttention in model/attention.py, but only for queries that
+    decode_attention gives the same result as the class DecodeAttention in model/attention.py, but only for queries that
     `fits` accepts.
 
     Args:

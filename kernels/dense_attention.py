@@ -24,8 +24,8 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index] (*index.shape, ...) for x (N, ...), with a fast backward pass.
 
-    On a CPU, F.embedding has a 17 times faster backward pass than x[index]. On a GPU, F.embedding can have wrong
-    gradients for more than 1,024 indices (pytorch issue 187687).
+    On a CPU, the backward pass of F.embedding is 17 times faster than that of x[index]. On a GPU, F.embedding can give
+    wrong gradients for more than 1,024 indices (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -181,7 +181,8 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # PyTorch's attention kernel on a CPU sums the k and v gradients in their own dtype, and bfloat16 would lose digits.
+    # PyTorch's attention kernel on a CPU sums the k and v gradients in their own dtype, and bfloat16 would lose
+    # precision.
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)

@@ -8,7 +8,7 @@ def lock_file(file: IO, wait: bool) -> None:
     """Lock an open file until the file is closed.
 
     Args:
-        wait: wait until no other process has locked the file. On Windows, no process waits.
+        wait: whether to wait until no other process has locked the file. On Windows, the function never waits.
 
     Raises:
         BlockingIOError: another process has locked the file, and `wait` is False.
@@ -20,5 +20,5 @@ def lock_file(file: IO, wait: bool) -> None:
     elif not wait:
         import msvcrt
 
-        # pyright's error is ignored, because on Linux pyright finds no functions in msvcrt
+        # pyright's error is ignored, because pyright on Linux does not find the functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]

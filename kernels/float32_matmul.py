@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import is_before_ampere
 
-COLUMNS = 2048  # columns in b that are converted at once
+COLUMNS = 2048  # columns of b that are converted at once
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -38,8 +38,8 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def has_float32_products(device: torch.device) -> bool:
     """Return True if a device multiplies 16-bit matrices with a float32 result.
 
-    NVIDIA GPUs from compute capability 8.0 on do. Nobody has run an older GPU, so a small product is tried there. If it
-    fails, a warning says that float32 copies of the matrices replace such products.
+    NVIDIA GPUs with compute capability 8.0 or higher do. The code was never run on an older GPU, so a small product is
+    tried there. If it fails, a warning says that float32 copies of the matrices are used instead.
     """
     # torch.mm, torch.bmm and torch.addmm support the argument out_dtype only on CUDA.
     if device.type != "cuda" or torch.version.hip:

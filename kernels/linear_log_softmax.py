@@ -6,9 +6,9 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     dh = W^T dz        dW = sum over rows of dz h^T
 
 The logits (M, V) are computed one block at a time. For each token, the forward pass stores three numbers: the largest
-logit, the sum of the exponentials, and the entropy. The backward pass computes each block of logits again, and
-overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
-zero advantage or a clipped ratio.
+logit, the sum of the exponentials, and the entropy. The backward pass recomputes each block of logits, and overwrites
+the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a zero
+advantage or a clipped ratio.
 
 A block of logits fits into the processor's cache. On a CPU, a block has a few tokens and the whole vocabulary. In
 Triton, a block has up to 4,096 tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM
@@ -170,7 +170,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors in `grads`; skip a None."""
+    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors in `grads`; None is skipped."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)

@@ -3,7 +3,7 @@
 An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
 share a scale. A block stores an 8-bit index into a table of 256 numbers, and the block's scale is table[index] *
 group_scale + offset. 256 blocks share the float32 number group_scale. To unpack NF4 weights to bfloat16, the Triton
-kernel moves 2.6 bytes per weight, and separate torch operations move 24 bytes.
+kernel moves 2.6 bytes per weight, whereas separate torch operations move 24 bytes.
 """
 
 import torch
@@ -37,7 +37,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    The values equal those of model/nf4.py to the bit, because the kernel multiplies and adds in two separate steps.
+    The values are bit-identical to those of model/nf4.py, because the kernel multiplies and adds in two separate steps.
 
     Args:
         packed: (n / 2,), bytes with two values each.

@@ -4,8 +4,8 @@
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
     python -m minivlmrl.kernels.self_test cuda:0 float32_matmul        # for GPUs without our Triton kernels: T4, V100
 
-A compiler can translate a kernel wrongly for one GPU. On Hopper GPUs, Triton 3.6 and 3.7 made attention outputs 30 to
-40 % wrong (triton-lang/triton#11366).
+A compiler can miscompile a kernel for a particular GPU. On Hopper GPUs, Triton 3.6 and 3.7 computed attention outputs
+that were wrong by 30 to 40 % (triton-lang/triton#11366).
 """
 
 import os
@@ -23,7 +23,7 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
-# Triton's interpreter multiplies bfloat16 matrices wrongly.
+# Triton's interpreter multiplies bfloat16 matrices incorrectly.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # The attention heads of a vision tower have the dimension 80 in Qwen2.5-VL, and 64 or 72 in Qwen3-VL.
 WINDOW_HEADS = 2 if INTERPRETED else 16

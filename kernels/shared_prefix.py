@@ -27,11 +27,11 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the tokens of prompts of one length and of their completions in the packed sequence.
+    """Find the tokens of prompts with equal length, and of their completions, in the packed sequence.
 
     Args:
-        prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
-        completions: position ranges for each prompt's completions, r completions in total.
+        prompts: range of each prompt's positions in the packed sequence, for b prompts with P tokens each.
+        completions: ranges of positions of each prompt's completions, for r completions in total.
     Returns:
         Three tensors: the token indices of the prompts (b, P), the token indices of the completions (r, C), padded with
         -1, and each completion's prompt (r,).
@@ -59,7 +59,7 @@ class PromptSlots:
         counts = prompt_index.bincount(minlength=prompts)
         first_row = counts.cumsum(0) - counts  # index of each prompt's first row
         self.prompts = prompts
-        self.slots = int(counts.max())  # the most completions of a prompt
+        self.slots = int(counts.max())  # the largest number of completions of any prompt
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)

@@ -3,7 +3,7 @@
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
 in its process. The check results are stored in Triton's cache folder. Each combination of GPU model, driver, torch
 version, Triton version and kernel source has its own file. Only one process on a host runs the checks: all other
-processes wait for a locked file.
+processes wait for its file lock.
 """
 
 import hashlib

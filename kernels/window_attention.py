@@ -40,7 +40,7 @@ TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Where each segment of a packed sequence begins and ends; a token attends only to tokens of its segment."""
+    """The start and end of each segment of a packed sequence; a token attends only to tokens of its own segment."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
@@ -252,7 +252,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.
     Returns:
         The attention outputs (T, H, D).
-    Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
+    Source: the same result as transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     is_short = segments.longest <= MAX_TOKENS
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
