@@ -115,7 +115,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update each column's maximum and sums with a further block of logits z (STEPS, COLUMNS)."""
+    """Update each column's maximum and sums with another block of logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)

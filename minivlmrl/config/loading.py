@@ -180,7 +180,7 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # first the folder where the user wrote the path
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # the folder that the path starts from is first
         # The built-in folders are also searched, so that a copy of a built-in recipe finds files such as
         # shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]

@@ -142,12 +142,12 @@ class FileDataset(Sequence[Row]):
 
     Args:
         path: file or folder with the rows.
-        required: columns that every row must have; "problem" stands for any prompt column.
+        required: columns that every row must have; "problem" means any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
         checks_files: whether to check that image and video files exist. With several ranks, only rank 0 checks this,
             because a shared file system is slow.
-        reads: columns that a stage or a reward reads, in addition to `required`; None stands for all columns.
+        reads: columns that a stage or a reward reads, in addition to `required`; None means all columns.
         options: fields of RowOptions.
 
     Raises:

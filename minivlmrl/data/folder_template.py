@@ -59,7 +59,7 @@ class ChatTemplate:
 
     Args:
         source: the template's file name, for error messages.
-        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens.
+        special_tokens: the tokenizer's control tokens; see Tokenizer.special_tokens.
         token_names: {name: value} for variables that the template may read, such as eos_token.
     """
 
@@ -253,7 +253,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     """Return a copy of a chat template with fixed values for variables such as enable_thinking.
 
     Args:
-        template: template to copy; None stands for chat_template.render.
+        template: template to copy; None means chat_template.render.
         values: value of data.chat_template_kwargs, such as {"enable_thinking": False}.
     """
     if not values:

@@ -203,7 +203,7 @@ class ImageProcessor:
                 resized_height and resized_width replace the image's size before smart_resize rounds it to multiples of
                 `factor` within the processor's bounds.
         Returns:
-            pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w), see patchify.
+            pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w); see patchify.
         """
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:

@@ -99,8 +99,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise ValueError(
-            f"data.prompt_template {excerpt(template, 60)} marks the place of an image or video, but the prompt's "
-            "parts already do; remove the mark"
+            f"data.prompt_template {excerpt(template, 60)} contains a tag for an image or video, but the "
+            "prompt's parts already contain images or videos; remove the tag"
         )
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []

@@ -32,11 +32,11 @@ class Processor:
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
+    # chat template in the model's folder; None means Qwen2.5-VL's template; see chat_template.py
     template: "ChatTemplate | None" = None
     # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
-    box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
+    box_space: str = "resized"  # units of the boxes in answers; see data/boxes.py
     # token ids that end a completion, in addition to ENDS; from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
@@ -162,7 +162,7 @@ def encode_completion(
     whose prompt contains all earlier turns.
 
     Args:
-        messages: the prompt, see data/messages.py.
+        messages: the prompt; see data/messages.py.
         completion: a text, or turns that begin and end with an assistant turn.
         images, videos: the prompt's images and videos.
     """

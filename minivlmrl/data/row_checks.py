@@ -81,7 +81,7 @@ def checked_row(
 
     Args:
         columns: the row's columns with their new names.
-        required: columns that the row must have; "problem" stands for any prompt column.
+        required: columns that the row must have; "problem" means any prompt column.
         known: columns that a stage or a reward reads, or that data.columns names.
         folder: folder that relative paths start from.
 
@@ -237,7 +237,7 @@ def check_texts(columns: dict):
     if not has_media and PATH_TAG.search(all_text):
         raise LayoutError("the texts contain <img>, with which Qwen-VL names its images")
     if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
-        raise LayoutError(f"the texts contain {tag[0]}, but the place of an image is <image>")
+        raise LayoutError(f"the texts contain {tag[0]}, but the tag for an image is <image>")
 
 
 def literal_list(text: str) -> list | None:

@@ -49,7 +49,7 @@ class Completion:
     # (counts, ids): token i was chosen from the counts[i] ids that top_k, top_p and min_p kept; `ids` lists them all
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
-    environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
+    environment: Any = None  # the Environment that the tools belong to; see extras/agents/environment.py
     # (tool calls, failed tool calls, True if a tool result was too long for the completion)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
@@ -75,7 +75,7 @@ class Completion:
 class Row:
     """One training example: a prompt, its images and videos, and its columns and answers."""
 
-    messages: list[dict]  # the prompt, see data/messages.py
+    messages: list[dict]  # the prompt; see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)

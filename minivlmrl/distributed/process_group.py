@@ -298,7 +298,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        # torch.distributed documents HashStore, but pyright takes the class for private
+        # torch.distributed documents HashStore, but pyright considers the class private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)

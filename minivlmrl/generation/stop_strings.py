@@ -18,7 +18,7 @@ BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# stands for unknown token ids; no stop string contains this byte, because UTF-8 never uses it
+# represents unknown token ids; no stop string contains this byte, because UTF-8 never uses it
 NO_TEXT = b"\xff"
 
 

@@ -106,7 +106,7 @@ def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
     pair = {name: [assistant("Wait.") | {key: says(name)}] for name in ("chosen", "rejected")}
     [row] = FileDataset(write_rows({"problem": "a"} | pair))
     assert (row.chosen, row.rejected) == (pair["chosen"], pair["rejected"])
-    with pytest.raises(ValueError, match="are equal"):
+    with pytest.raises(ValueError, match="are identical"):
         FileDataset(write_rows({"problem": "a"} | pair | {"rejected": pair["chosen"]}))
 
 
