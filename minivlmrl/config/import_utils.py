@@ -187,7 +187,7 @@ def load_function(
 def with_arguments(
     function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
 ) -> Callable:
-    """Wrap `function` so that it ignores keyword arguments for which it has no parameter.
+    """Wrap `function` so that it ignores keyword arguments that do not match a parameter.
 
     Args:
         function: a user's function, or a built-in one.

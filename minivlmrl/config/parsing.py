@@ -27,7 +27,7 @@ ChangeText = Callable[[TypeHint, str, str], str]
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys, and also aliases, with which a short text could fill the memory."""
+    """A YAML loader that rejects duplicate keys, and also aliases, which could make a short text fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

@@ -25,7 +25,7 @@ class LayoutError(ValueError):
 
 
 class EmptyColumnError(LayoutError):
-    """Raised for a column without a value in a row that may have the value in another project's column."""
+    """Raised for a column without a value, if the row may have the value in a column of another project's layout."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
@@ -49,7 +49,7 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
     """Return the error for a column without a value: a LayoutError if the row may have another project's layout.
 
     Args:
-        name: the column, which the row lacks or in which it has None.
+        name: the column, which is missing in the row or contains None.
         columns: the row's columns.
         cure: how to rename a column or do without it; a sentence without its period.
     """

@@ -77,7 +77,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # A file from which a row was already read does not have the layout of another project.
+                # If a row of the file was already read, the file does not have the layout of another project.
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)

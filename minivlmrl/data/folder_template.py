@@ -44,7 +44,7 @@ PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# Jinja code with which a chat template removes the thought <think>...</think> from an answer's text
+# Jinja code in a chat template that removes the thought <think>...</think> from the text of an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # tags for thoughts and tools; a message may contain such a tag, even if the tag is a special token of the tokenizer
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -304,7 +304,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value without nulls, with which Parquet fills missing keys, and apply `change` to all texts."""
+    """Copy a value without nulls, because Parquet fills missing keys with null, and apply `change` to all texts."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -174,7 +174,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return the options that choose a video's frames, under their names in video_preprocessor_config.json."""
+    """Return the options that select a video's frames, with their names in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
@@ -187,7 +187,7 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
 
 
 def read_sampling(settings: dict) -> dict[str, float]:
-    """Return the options that choose a video's frames, such as fps, from a video_preprocessor_config.json."""
+    """Return the options in a video_preprocessor_config.json that select a video's frames, such as fps."""
     return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 

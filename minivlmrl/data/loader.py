@@ -55,7 +55,7 @@ class Batches(Iterator[list[Row]]):
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
-        # PyTorch uses one CPU thread in each worker, because more threads would slow all workers down.
+        # Each worker uses only one CPU thread in PyTorch, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0

@@ -205,7 +205,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
         return item.options or common_options
     # If a row gives nframes or a list of frames, the options of data.video must not select frames again.
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
+    if isinstance(item.source, list):  # the frames are given, and fps is their frame rate
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 

@@ -19,7 +19,7 @@ ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 MAX_TEXT = 2**20
 # keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys with which a row turns a message's loss on (true or 1) or off (false or 0)
+# keys that turn the loss of a message on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 

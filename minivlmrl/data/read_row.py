@@ -106,7 +106,7 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the turns with which the conversations `chosen` and `rejected` both begin."""
+    """Return the turns that the conversations `chosen` and `rejected` both begin with."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")

@@ -235,7 +235,7 @@ def check_texts(columns: dict):
         raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")
     has_media = any(columns.get(name) not in (None, "", []) for name in MEDIA)
     if not has_media and PATH_TAG.search(all_text):
-        raise LayoutError("the texts contain <img>, with which Qwen-VL names its images")
+        raise LayoutError("the texts contain <img>, which Qwen-VL uses to name its images")
     if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
         raise LayoutError(f"the texts contain {tag[0]}, but the tag for an image is <image>")
 
@@ -327,7 +327,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
     Args:
         media: the images and videos that the model sees.
-        known: columns that may contain images for other purposes, because data.columns or a reward names them.
+        known: columns that may contain images for other purposes, because data.columns or a reward mentions them.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -372,7 +372,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two file names can mean the same file, such as "/cats/1.png" and "1.png"."""
+    """Return True if two names may refer to the same file, such as "/cats/1.png" and "1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:

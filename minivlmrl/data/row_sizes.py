@@ -170,7 +170,7 @@ def long_rows(
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):
-        # a token has at least one byte, so a text has at most as many tokens as bytes
+        # a token has at least one byte, so a text cannot have more tokens than bytes
         if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)

@@ -23,7 +23,7 @@ STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Regular expression with which Qwen2 splits text into contractions, words, digits, ... before byte-pair encoding
+# Regular expression that Qwen2 uses to split text into contractions, words, digits, ... before byte-pair encoding
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -98,9 +98,9 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
         source: a video file, given as in media.fetch_image, or a list of images, which are all used as frames.
         folder: folder that relative paths start from.
         frame_factor: the number of sampled frames is a multiple of this factor.
-        defaults: options that choose the frames of a video file, if `sampling` has none.
-        sampling: options; see extras/video_files.sample_indices. The only option for a list of images is fps, the rate
-            at which the images were sampled (default 2). It is called `sample_fps` in qwen-vl-utils 0.0.14.
+        defaults: options that select frames of a video file; used only if `sampling` contains no such option.
+        sampling: options; see extras/video_files.sample_indices. The only option for a list of images is fps, the
+            number of sampled images per second (default 2), which qwen-vl-utils 0.0.14 calls `sample_fps`.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):

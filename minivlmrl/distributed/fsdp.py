@@ -138,7 +138,7 @@ class Sharding:
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Return an unsharded model that has the gathered weights of a sharded model.
+        """Gather the weights of a sharded model, and return an unsharded model with these weights.
 
         Each rank can run the unsharded model without waiting for other ranks, until `reshard` frees the gathered
         weights.

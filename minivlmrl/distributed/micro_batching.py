@@ -32,7 +32,7 @@ def split_into_micro_batches(
     Args:
         lengths: for each prompt, its token count and a list of its completions' token counts.
         max_prompts: largest number of prompts in a micro-batch.
-        max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once; None for no limit.
+        max_tokens: largest number of tokens in a micro-batch, counting each prompt once; None for no limit.
         world: the ranks, which must all call this function; None for a single process.
     Returns:
         micro-batches, each a list of (prompt index, completion index).

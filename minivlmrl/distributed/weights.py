@@ -58,7 +58,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor, of which each rank stores only some rows."""
+    """Return True for a DTensor, because each rank stores only some of its rows."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -162,7 +162,7 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
     If an unsharded model has adapters, only the adapters are copied, and the base weights are shared.
 
     Args:
-        in_compute_dtype: copy a sharded model into the dtype in which it computes.
+        in_compute_dtype: True copies a sharded model in the dtype that it computes in.
     """
     if model.sharding is None:
         return copy.deepcopy(model, shared_base(model))

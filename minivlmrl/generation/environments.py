@@ -1,4 +1,4 @@
-"""Functions through which the core uses extras/agents/: tools, environments and trajectories.
+"""Functions that connect the core to extras/agents/, which contains tools, environments and trajectories.
 
 The function `agents` imports extras/agents/ by name, and only if a recipe sets `sampling.environment`.
 """

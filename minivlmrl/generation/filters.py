@@ -56,7 +56,7 @@ class Filters:
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add each row's new token, ids (r,), to the tokens to which the repetition penalty applies."""
+        """Add each row's new token, ids (r,), to the tokens that the repetition penalty applies to."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 

@@ -117,7 +117,7 @@ def prefill(
     hidden = model(batch, attention, batch.layout.last_index)
     # each prompt's token positions in time, height and width, (3, P)
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,), for each prompt, the position at which its completions begin
+    # (B,), the position where the completions of each prompt begin
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -156,7 +156,7 @@ def make_token_sampler(
     logits_processor: LogitsProcessor | None = None,
     device: torch.device | str = "cpu",
 ) -> TokenSampler:
-    """Make the function with which `generate` samples one token per row.
+    """Make the function that `generate` calls to sample one token per row.
 
     The recorded log-probability of a token is log_softmax(logits / temperature), over the tokens that the filters keep.
     A repetition penalty changes which tokens are sampled, but not the recorded log-probabilities. With temperature 0

@@ -194,7 +194,7 @@ class Sampler:
 
         Args:
             rows: each prompt's row, for error messages.
-            max_logp_mismatch: factor by which the largest accepted difference is multiplied.
+            max_logp_mismatch: multiplies the largest difference that is accepted.
         """
 
 

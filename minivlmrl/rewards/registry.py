@@ -32,7 +32,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards with which extras/check/preflight.py finds invalid solutions before training
+# rewards that extras/check/preflight.py uses to find invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # metrics that every optimizer step has; a reward may not log other values under these names
@@ -40,7 +40,7 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 
 
 class Text(str):
-    """A str that also supports text[0]["content"], with which TRL's conversational rewards read a completion."""
+    """A str that also supports text[0]["content"], because TRL's conversational rewards read completions that way."""
 
     message: dict[str, str]
 
@@ -59,7 +59,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # If one reward function calls another, the prompts are already converted.
+    # The prompts are already converted if one reward function calls another.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -193,7 +193,7 @@ def training_rewards(run: RunConfig) -> list[Reward]:
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Return the reward functions with which a recipe evaluates the model on held-out rows."""
+    """Return the reward functions that a recipe uses to evaluate the model on held-out rows."""
     seconds = run.max_reward_seconds
     return [replace(get_reward(name), max_seconds=seconds) for name in run.eval_rewards]
 
