@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
 A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
-box around a single pixel has the width x2 - x1 = 1.
+box around a single pixel has a width of x2 - x1 = 1.
 """
 
 import json
@@ -94,7 +94,7 @@ def iou(a: Box, b: Box) -> float:
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
+    """Match predicted boxes one to one with true boxes, so that the sum of the similarities is as large as possible.
 
     Example: the IoUs [[0.6, 0.5], [0.5, 0]] of two predicted boxes (rows) with two true boxes (columns) give the
     matches [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.

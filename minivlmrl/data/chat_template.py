@@ -57,7 +57,7 @@ def layout_turn(message: dict) -> list[str]:
     """Render one message as texts and control tokens.
 
     Raises:
-        ValueError: the message has tool_calls, no content, or a part that is neither text, image nor video.
+        ValueError: the message has tool_calls, no content, or a part that is not text, an image or a video.
     """
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(

@@ -177,7 +177,7 @@ def write_sampling(options: dict[str, float]) -> dict:
     """Return the options that select a video's frames, with their names in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
-        given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
+        given["fps"] = None  # otherwise, a default fps of the class could conflict with num_frames in transformers
     return given and {"do_sample_frames": True, "fps": FPS, **given}
 
 

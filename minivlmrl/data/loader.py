@@ -31,7 +31,7 @@ class PreparedRow(Row):
 
 
 class Batches(Iterator[list[Row]]):
-    """Endless iterator over this rank's batches of rows, one batch for each rollout.
+    """An endless iterator over this rank's batches of rows, one batch for each rollout.
 
     A batch holds the rows for `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again
     for every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that the same

@@ -93,7 +93,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find the file of an image or video.
 
     Returns:
-        A name for error messages, and the path, or a byte stream instead of the path for bytes and data URIs.
+        A name for error messages, and the path. For bytes and data URIs, a byte stream replaces the path.
     """
     if isinstance(source, bytes | bytearray):
         return counted(len(source), "byte"), io.BytesIO(source)

@@ -34,8 +34,8 @@ def part_kind(part: dict) -> str | None:
 
     Args:
         part: an image part is {"type": "image"}, or any dict with the key image or image_url. The same rule applies to
-            video parts. A text part is {"type": "text", "text": str}, where the type may be missing. A key whose value
-            is None counts as missing.
+            video parts. A text part is {"type": "text", "text": str}, whose type may be missing. A key whose value is
+            None counts as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -144,7 +144,7 @@ def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[d
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has one place for each image and for each video."""
+    """Raise ValueError unless a prompt has exactly one place for each image and each video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:

@@ -32,7 +32,7 @@ class Processor:
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # chat template in the model's folder; None means Qwen2.5-VL's template; see chat_template.py
+    # chat template in the model's folder; None means Qwen2.5-VL's template (see chat_template.py)
     template: "ChatTemplate | None" = None
     # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"

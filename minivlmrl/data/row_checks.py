@@ -219,7 +219,7 @@ def check_parts(turn: dict, name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError if a text contains a list of turns or images, a rendered conversation, or other tags."""
+    """Raise LayoutError if a text contains a list of turns or images, a rendered conversation, or foreign tags."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):

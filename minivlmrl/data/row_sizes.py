@@ -19,7 +19,7 @@ from minivlmrl.data.video import outline_video
 from minivlmrl.errors import counted, error_context
 
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
-TOKEN_BYTES = 3  # text bytes per token, roughly, for estimates that only order rows
+TOKEN_BYTES = 3  # rough number of text bytes per token, for estimates that are only used to sort rows
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Completion:
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
+    # (C,) bool: True for each token that the policy wrote, False for tokens from a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # (counts, ids): token i was chosen from the counts[i] ids that top_k, top_p and min_p kept; `ids` lists them all

@@ -153,10 +153,10 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     """Compute the height and width in pixels that each frame of a video is resized to.
 
     Args:
-        options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
-            the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default: the area of 115200
-            tokens). A frame may use twice its share of total_pixels, because two frames form one temporal patch.
-            Instead of these bounds, resized_height and resized_width can be given, as for an image.
+        options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default: the areas of 128 and 768
+            tokens), and total_pixels, the limit for all frames (default: the area of 115200 tokens). A frame may use
+            twice its share of total_pixels, because two frames form one temporal patch. Instead of these bounds,
+            resized_height and resized_width can be given, as for an image.
 
     Source: the function fetch_video in qwen-vl-utils, which resizes the frames of a video file. A list of frames is
     resized once, although qwen-vl-utils 0.0.14 resizes it twice.

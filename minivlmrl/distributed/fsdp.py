@@ -1,12 +1,13 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
-Models contain no code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass and
-freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are FSDP
-units of their own if their weights are not tied. The remaining weights of the model form one more FSDP unit, the root.
+Models do not contain any code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass
+and freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are
+FSDP units of their own if their weights are not tied. The remaining weights of the model form one more FSDP unit, the
+root.
 
-Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. In each step, all
-ranks get the same number of prompts and micro-batches. The class DummyVisionForward runs the vision tower on ranks
-without images. The function in_lockstep lets all ranks run the same number of decode steps.
+Ranks must run the same FSDP units in the same order, because a rank that gathers weights waits for all other ranks. In
+each step, all ranks get the same number of prompts and micro-batches. The class DummyVisionForward runs the vision
+tower on ranks without images. The function in_lockstep lets all ranks run the same number of decode steps.
 """
 
 from collections.abc import Callable
@@ -110,7 +111,7 @@ class Sharding:
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Form one FSDP unit from all parameters of a module that are not in a unit yet."""
+        """Form one FSDP unit from all parameters of a module that are not yet in another unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
             # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not
@@ -286,7 +287,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 
 
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
-    """Create a model with the layers and adapters of `model` on the meta device, which stores no weights."""
+    """Create a model with the layers and adapters of `model` on the meta device, which does not store weights."""
     with torch.device("meta"):
         clone = family_of(model).build_model(model.config).to(dtype)
     copy_adapter_layout(clone, model)

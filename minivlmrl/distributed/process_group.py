@@ -333,7 +333,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
 
 def default_num_threads(local_size: int) -> int:
-    """Return the environment variable OMP_NUM_THREADS, or the number of CPU cores divided by the processes on the host.
+    """Return OMP_NUM_THREADS, or the number of CPU cores divided by the number of processes on the host.
 
     If torchrun starts several processes, it sets OMP_NUM_THREADS=1 by default, so this value is ignored.
     """

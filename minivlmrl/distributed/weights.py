@@ -127,8 +127,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so that each rank can run any
-            number of forward passes. False gathers one layer at a time, which saves memory; all ranks must then run
-            the same number of passes; see fsdp.in_lockstep.
+            number of forward passes. False gathers one layer at a time, which saves memory; all ranks must then run the
+            same number of passes (see fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():

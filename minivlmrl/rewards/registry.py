@@ -35,7 +35,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
 # rewards that extras/check/preflight.py uses to find invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-# metrics that every optimizer step has; a reward may not log other values under these names
+# metrics that every optimizer step logs; a reward may not log other values under these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
@@ -81,7 +81,7 @@ class RewardLog:
 
 
 class RewardFailed(ValueError):
-    """A reward function failed; all ranks raise this error, so that they save a checkpoint together."""
+    """Raised on all ranks if a reward function fails on one of them, so that they save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -114,13 +114,13 @@ class Reward:
         return not is_builtin and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy of the reward: if its function fails on one rank, all ranks raise RewardFailed."""
+        """Copy the reward for a run on all ranks: if its function fails on one rank, all ranks raise RewardFailed."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        A row's column row_rewards may name the rewards that score the row; all other rewards are NaN.
+        A row's column `row_rewards` may list the rewards that score the row; all other rewards are NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
