@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 # The kernel files import tl and triton from backend.py, which has two substitutes for use without Triton. Importing
-# Triton takes 70 MiB, so Triton is imported only if there is a GPU, if triton was imported before, or if an environment
-# variable requests Triton.
+# Triton takes 70 MiB, so Triton is imported only if there is a GPU, if it was already imported, or if an environment
+# variable requests it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None

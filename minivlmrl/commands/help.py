@@ -65,8 +65,8 @@ def format_option(option: Option) -> str:
 def comments_of(section: type) -> dict[str, str]:
     """Return the comments above and beside the fields of a dataclass, as {name of the field: text}.
 
-    The help page prints the comments in options.py, as pydoc does, so that each option is explained in the file in
-    which it is defined. No other code reads these comments.
+    The help page prints the comments in options.py, as pydoc does, so that each option is explained where it is
+    defined. No other code reads these comments.
     """
     source = textwrap.dedent(inspect.getsource(section))
     texts = {}

@@ -19,7 +19,7 @@ def set_up_process():
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     keep_freed_memory()
-    # data/media.py refuses such large images, with a message that names the row.
+    # Pillow's warning is not needed: data/media.py refuses such images with a message that names the row.
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
 
 

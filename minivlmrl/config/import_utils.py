@@ -110,8 +110,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Parse a text such as "name(option=value)"; return the object with this name, and the options as a dict.
 
-    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl. config/loading.py
-    refuses names with a colon in a recipe from a model's folder.
+    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl. The module
+    config/loading.py refuses such names in a recipe from a model's folder.
 
     Args:
         kind: the object's kind for error messages, such as "reward".
@@ -169,7 +169,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 def load_function(
     option: str, text: str, table: dict[str, Any], section: Any, num_positional: int, names: Collection[str]
 ) -> Callable:
-    """Find the function named by an option in the section `grpo`, and adapt it to the arguments of its calls.
+    """Find the function named by an option in the section `grpo`, and make it accept the arguments of its calls.
 
     Args:
         option, text, table: the option, its value, and the built-in functions; see resolve_object.

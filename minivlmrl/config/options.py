@@ -62,7 +62,7 @@ class ModelOptions:
 class LoRAOptions:
     """LoRA adapters. While adapters are trained, the weights of the base model are frozen."""
 
-    # folder of PEFT adapters to continue training; r, alpha and target must be the same as in the first training
+    # folder of trained PEFT adapters to train further; r, alpha and target must be the same as in the first training
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
