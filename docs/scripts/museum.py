@@ -33,7 +33,7 @@ class Exhibit(NamedTuple):
     right: str  # a part of minimal.py
     wrong: str
     kind: str  # grpo, dpo or sft
-    stage: str  # of parity, in which the step of the changed file differs
+    stage: str  # the first stage of `parity` in which a step of the changed file differs
     says: str  # what parity prints about the stage
 
 
@@ -42,21 +42,21 @@ EXHIBITS = [Exhibit(*section, *row) for section, row in zip(SECTION.findall(TEXT
 
 
 def changed(exhibit: Exhibit) -> str:
-    """Return the code of minimal.py with the wrong line of an exhibit."""
+    """Return the code of minimal.py with an exhibit's wrong line."""
     if SOURCE.count(exhibit.right) != 1:
         raise ValueError(f"minimal.py has {exhibit.right!r} {SOURCE.count(exhibit.right)} times instead of once")
     return SOURCE.replace(exhibit.right, exhibit.wrong)
 
 
 def execute(source: str) -> dict:
-    """Run code like that of minimal.py, and return the names that the code defines."""
+    """Run a copy of minimal.py that may be changed, and return the names that it defines."""
     names = {"__name__": "museum"}
     exec(compile(source, "minimal.py", "exec"), names)
     return names
 
 
 def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
-    """Record the results of functions of minimal.py in the last training step, and save the weights of each step."""
+    """Record what minimal.py's functions return in the last training step, and save the weights of each step."""
     seen = defaultdict(list)
 
     def keep(name: str, function, look):
@@ -96,7 +96,7 @@ def rows(tensors: list[Tensor]) -> Tensor:
 
 
 def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
-    """Return the recorded tensors with the names in docs/notes/step_format.md, if prompts differ only in images."""
+    """Return the recorded tensors with the names in docs/notes/step_format.md. Prompts may differ only in images."""
     prompts, ids, logps = zip(*seen["scored"], strict=True)
     number, each = torch.arange(sum(map(len, ids))), len(ids[0])
     is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token
@@ -132,7 +132,7 @@ def record(kind: str, source: str, folder: Path) -> str:
     torch.manual_seed(0)
     names["make_folder"](folder / "random")
     model = names["load"](folder / "random")
-    names["reward"] = lambda text, solution: 0.3 + len(text) % 5  # random weights earn nothing
+    names["reward"] = lambda text, solution: 0.3 + len(text) % 5  # random weights would get no reward
     seen = watch(names, kind, folder)
     options = Namespace(
         max_steps=2, prompts_per_step=4, learning_rate=1e-2, warmup_steps=1, beta=0.1, num_generations=4,

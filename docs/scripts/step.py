@@ -1,4 +1,4 @@
-"""Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line made.
+"""Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line computed.
 
 The tracer `Film` is called before each line of minimal.py. The first two rounds of each loop and the first two
 calls by each line are recorded; later rounds and calls are only counted.
@@ -117,7 +117,7 @@ class Film:
         self.events.append([kind, call.number, frame.f_lineno, made, returned])
 
     def number(self, x, name="") -> int:
-        """Return the index of a value in the page's list of values, in which equal values occur once."""
+        """Return the index of a value in the page's list of values, which contains equal values only once."""
         return self.values.setdefault(json.dumps(describe(x, name), allow_nan=False), len(self.values))
 
     def page(self, tokenizer) -> str:
@@ -224,7 +224,7 @@ def trained_model() -> minimal.QwenVL:
 
 
 def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -> list[dict]:
-    """Return rows for a GRPO step, and set a random seed with which each row gets samples with all wanted rewards."""
+    """Return rows for a GRPO step, and set a random seed for which the samples of each row have all wanted rewards."""
     for seed in itertools.count():
         random.seed(seed)
         rows = [minimal.draw_row() for _ in range(options.prompts_per_step)]

@@ -104,7 +104,7 @@ the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
-# The page describes these functions in words only, because the page of scripts/step.py shows their lines.
+# The page describes these functions only in words, because the page that scripts/step.py writes shows their lines.
 LONG = (
     "patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "log_probabilities", "train",
 )  # fmt: skip
@@ -179,7 +179,7 @@ def facts() -> dict:
 
 
 def more_lines(title: str) -> list[str]:
-    """Return those printed lines of a section that are no values of variables."""
+    """Return a section's printed lines that do not show the value of a variable."""
     group = numbers()["grpo"]
     if title == "Prompt":
         runs = [(word, len([*same])) for word, same in itertools.groupby(spell(group["prompt"].ids))]

@@ -1,4 +1,4 @@
-"""Compare the losses of a public project with losses of TRL; docs/losses_of_the_field.md has the results.
+"""Compare a public project's losses with TRL's; docs/losses_of_the_field.md lists the results.
 
     python -m docs.scripts.field PROJECT FOLDER
     python -m docs.scripts.field PROJECT FOLDER --laws

@@ -47,9 +47,9 @@ LOSSES = {
     "robust": {"kind": "dpo", "loss_type": ["robust"]},
     "SFT": {"kind": "sft", "loss_type": "nll"},
 }
-# modules that the functions use by these names
+# modules, under the names by which the functions use them
 MODULES = {"torch": {}, "jax": {"jax": "jax", "jnp": "jax.numpy"}, "mlx": {"mx": "mlx.core"}}
-# decorators that change what a function computes; the others would need imports
+# decorators that change what a function computes; the others are removed, because they would need imports
 KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod")
 
 
@@ -72,7 +72,7 @@ class Project:
     """
 
     source: str  # package on PyPI or repository
-    tried: str  # version, or commit and date, of the table
+    tried: str  # the version, or the commit and date, that the page's table is about
     # "FILE: NAMES; FILE: NAMES", where a name is that of a function, class or method (Class.method). NAME[first:last]
     # is the part of a function from the statement that assigns `first` to the one that assigns `last`; it becomes a
     # function that gets the part's variables, and returns all of them.
@@ -198,7 +198,7 @@ SHORT = {"logps": "per_token_logps", "old": "old_per_token_logps", "ref": "ref_p
 
 
 class Inputs:
-    """Arguments of a loss as attributes. Only those that an adapter uses count as read, see calling.Arguments."""
+    """Arguments of a loss as attributes. Only those that an adapter uses count as read (see calling.Arguments)."""
 
     def __init__(self, arguments: dict):
         self.arguments = arguments

@@ -72,7 +72,7 @@ def rlhf_book_dpo(theirs, b, o):
 
 
 def slime(theirs, b, o):
-    """Average the per-token losses of the project slime, which itself only sums losses over packed samples."""
+    """Average the per-token losses of the project slime. slime's own code only sums losses over packed samples."""
     bounds = (o.epsilon_low, o.epsilon_high)
     if o.loss_type == "cispo":
         loss = theirs.compute_cispo_loss(b.old - b.logps, b.logps, b.advantages, *bounds)[0]
@@ -310,7 +310,7 @@ def lmm_r1(theirs, b, o):
 
 
 def r1_v(theirs, b, o):
-    """Run the last lines of compute_loss, in R1-V and in projects with the same lines."""
+    """Run the last lines of `compute_loss` from R1-V, or from a project with the same lines."""
     names = {"per_token_logps": b.logps, "advantages": b.advantages[:, 0], "completion_mask": b.mask}
     log_ratio = b.ref - b.logps
     names["per_token_kl"] = log_ratio.exp() - log_ratio - 1  # an earlier line
@@ -355,7 +355,7 @@ def roll(theirs, b, o, dual_clip=False, advantages=None):
 
 
 def roll_filtered(theirs, b, o):
-    """Average over the tokens that a filter leaves, with the advantages of all tokens."""
+    """Average over the tokens that a filter keeps, with the advantages of all tokens."""
     return roll(theirs, b, o, advantages=b.advantages)
 
 
@@ -385,7 +385,7 @@ def axolotl(theirs, b, o):
 
 
 def reasoning_from_scratch(theirs, b, o):
-    """Average the objective of the book, which has one ratio for each answer, over rows."""
+    """Average the book's objective, which has one ratio for each answer, over rows."""
     found = theirs.compute_grpo_loss(log_ratio=b.logps - b.old, adv=b.advantages, clip_eps=o.epsilon_low)
     return -((found.obj * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)).mean()
 
