@@ -21,6 +21,7 @@ LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
 STEP = "docs/scripts/step.py"  # writes docs/step.html
+TESTS = {"minivlmrl/data/messages.py": "tests/rows/test_refused.py"}  # files without a test file of the same name
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 # The search shows these pages first, because they explain the options.
 FOUND_FIRST = {"data.md", "many_gpus.md", "memory.md", "metrics.md", "policy_gradients.md", "preferences.md"}
@@ -113,7 +114,7 @@ def menu_words(name: str) -> str:
 def test_of(path: str) -> str:
     """Return the path of the tests of a file: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
     file = Path(path)
-    return f"tests/{file.parent.name}/test_{file.name}"
+    return TESTS.get(path, f"tests/{file.parent.name}/test_{file.name}")
 
 
 def reading_list() -> dict[str, str]:
