@@ -167,7 +167,7 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Inside a `with` block, replace the float32 adapters of 16-bit layers on a GPU with 16-bit copies.
+    """Inside a `with` block on a GPU, 16-bit layers use 16-bit copies of their float32 adapters.
 
     For the few tokens of a decoding step, a float32 adapter takes longer than its 16-bit base layer. Merging the
     adapters would lose most small updates, because W + scaling * B A is rounded to 16 bits.

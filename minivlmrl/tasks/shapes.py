@@ -38,7 +38,7 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that draws the image of a row when the row is read, from a seed and the row's index.
+    """Dataset that generates a row's image from a seed and the row's index when the row is read.
 
     `solution` and `chosen` are correct in every row, and `rejected` is an answer of make_rejected.
     """

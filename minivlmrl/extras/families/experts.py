@@ -1,8 +1,9 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
 For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so that
-LoRA, NF4 and FSDP need no code for experts. Weight files have two tensors with all experts of a layer: `split_tensors`
-splits them when a model is loaded, and `stack_tensors` stacks them when a model is saved.
+LoRA, NF4 and FSDP need no code for experts. In a weight file, two tensors per layer hold the
+weights of all its experts. `split_tensors` splits them when a model is loaded, and `stack_tensors` stacks them when it
+is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
