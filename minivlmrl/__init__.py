@@ -1,7 +1,7 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-The names in `__all__` are the interface for use as a library, see docs/library.md. Each public name is imported only
-when it is used, so that `import minivlmrl` is fast and does not import torch.
+The names in `__all__` are the public interface for use as a library; see docs/library.md. Each public name is imported
+only when it is first used, so `import minivlmrl` is fast and does not import torch.
 """
 
 import importlib

@@ -13,13 +13,13 @@ COMMANDS = {  # name: (module:function, one sentence)
     "chat": ("minivlmrl.extras.answers.chat:main", "send a model one prompt and print its answer"),
     "merge": ("minivlmrl.extras.merge:main", "merge an adapter into its base model"),
     "report": ("minivlmrl.extras.report:main", "write an HTML report of one run or two runs"),
-    "evaluate": ("minivlmrl.extras.answers.evaluate:main", "answer the rows of a file and score them"),
-    "generate": ("minivlmrl.extras.answers.evaluate:generate_main", "answer the rows of a file"),
-    "convert": ("minivlmrl.extras.convert.command:main", "write rows of other projects in the form that a run reads"),
-    "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
+    "evaluate": ("minivlmrl.extras.answers.evaluate:main", "answer the rows in a file and score the answers"),
+    "generate": ("minivlmrl.extras.answers.evaluate:generate_main", "answer the rows in a file"),
+    "convert": ("minivlmrl.extras.convert.command:main", "convert other projects' rows to the form that a run reads"),
+    "check": ("minivlmrl.extras.check.command:main", "find problems in a recipe before training"),
     "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
-    "replay": ("minivlmrl.extras.replay:main", "repeat a step of a run, and compare"),
-    "parity": ("minivlmrl.extras.parity.command:main", "name the mistakes in a loss or in a step of any trainer"),
+    "replay": ("minivlmrl.extras.replay:main", "repeat a step of a run and compare the results"),
+    "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss or in a step of any trainer"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Functions for error messages, which name the place of an error, the wrong value and a likely correction."""
+"""Functions for error messages, which say where an error is, which value is wrong and how it can probably be fixed."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kern
 # Python files of the user that a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
-# what an error message shortens: quoted texts of at least 80 characters, and words of at least 500 characters
+# what is shortened in an error message: quoted texts of at least 80 characters, and words of at least 500 characters
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # longest error message, in characters
@@ -27,9 +27,9 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 
 
 class error_context(AbstractContextManager):
-    """Context manager that puts a file, row or field before the message of a ValueError in its block.
+    """Context manager that begins the message of a ValueError raised in its block with a file, row or field.
 
-    An exception of another type than ValueError gets a note with the file, row or field.
+    An exception of any other type gets a note with the file, row or field.
     """
 
     # A class is faster than contextlib.contextmanager, which matters if every row of a data file enters the context.
@@ -45,14 +45,15 @@ class error_context(AbstractContextManager):
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
+    """Return a one-line message for an error that the user can fix without a traceback, otherwise None.
 
-    A user can correct three kinds of errors: a full memory, an OSError, and a ValueError that minivlmrl raises. Errors
+    A user can fix three kinds of errors: running out of memory, an OSError, and a ValueError that minivlmrl raises.
+        Errors
     in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
-        size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
-        return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
+        size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # it gives the size, if known
+        return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
     is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
     if not is_known and not isinstance(error, OSError):
         return None
@@ -66,14 +67,14 @@ def mistake(error: BaseException) -> str | None:
             return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path tells most
+    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path is the most useful part
     return line if is_path else shortened(line)
 
 
 def is_raised_by_us(error: BaseException) -> bool:
-    """Return True if a `raise` statement of minivlmrl raised an error, and False if int("x") failed there, for example.
+    """Return True if a `raise` statement in minivlmrl raised the error, and False if, for example, int("x") failed.
 
-    The innermost frame of the traceback has the instruction that it executed last.
+    The innermost frame of the traceback records which instruction it executed last.
     """
     last = error.__traceback__
     assert last is not None
@@ -84,13 +85,13 @@ def is_raised_by_us(error: BaseException) -> bool:
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError if `valid` is False. The error message has a field's name, its value and what is expected."""
+    """Raise ValueError if `valid` is False; the message gives the field's name, its value and what is expected."""
     if not valid:
         raise _invalid(name, value, expected)
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib.repr converts only the first elements of a long list to text, and so is faster than repr.
+    # reprlib.repr converts only the first elements of a long list to text, so it is faster than repr.
     to_text = reprlib.repr if isinstance(value, list | dict) else repr
     return ValueError(f"{name} is {excerpt(value, 80, to_text)}, but it must be {expected}")
 
@@ -109,7 +110,7 @@ def shortened(error: str | Exception) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error means that GPU memory or host memory is full.
 
-    PyTorch raises OutOfMemoryError for a full GPU memory, but a plain RuntimeError for a full host memory.
+    PyTorch raises OutOfMemoryError if GPU memory is full, but a plain RuntimeError if host memory is full.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
@@ -137,7 +138,7 @@ class phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Context manager that converts an ImportError to a ValueError, which says what to install.
+    """Context manager that converts an ImportError to a ValueError that says what to install.
 
     Args:
         name: extra of minivlmrl, such as "video".

@@ -27,11 +27,11 @@ INFERENCE_CONFIG = "minivlmrl.yaml"
 
 def _what_to_do(folder: Path) -> str:
     if (folder / "checkpoint" / "config.json").is_file():
-        return "It is the folder of a run; use its folder checkpoint"
+        return "It is the folder of a run; use the folder checkpoint inside it"
     if any(folder.glob("adapter_*")):
         return "It is an adapter; set model.path to the base model and adapter.path to this folder"
     if inner := next((file.parent for file in sorted(folder.glob("*/config.json"))), None):
-        return f"It contains the folder of a model; use {inner}"
+        return f"It contains a model folder; use {inner}"
     return "Download the folder again. It needs config.json and .safetensors files; .gguf and .bin files cannot be read"
 
 
@@ -79,7 +79,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
 
 
 def digest(parts: Iterable) -> str:
-    """Compute the BLAKE2b hash of texts, buffers and the contents of files, as 128 hex digits."""
+    """Compute the BLAKE2b hash of texts, buffers and file contents, as 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -91,7 +91,7 @@ def digest(parts: Iterable) -> str:
 
 
 def file_to_write(path: str | Path) -> Path:
-    """Return the path of a file that a command will write with its option --out, and create the file's folder.
+    """Return the path of the file that a command's option --out names, and create the file's folder.
 
     Raises:
         ValueError: the path is a folder, or its folder cannot be created.
@@ -153,11 +153,11 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def flush_file(path: Path):
-    """Flush a file or a folder to the disk, so that a crash of the machine does not lose its content."""
+    """Flush a file or a folder to the disk, so that its content survives a crash of the machine."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
-    # the file is opened for writing, because Windows cannot flush files that are open for reading
+    # the file is opened for writing, because Windows cannot flush files that are opened for reading
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -15,7 +15,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON. NaN and Infinity, which Python writes although JSON does not have them, are read as None.
+    """Parse JSON. NaN and Infinity, which Python writes although JSON does not allow them, are read as None.
 
     Args:
         text: JSON, in UTF-8 if it is bytes.
@@ -23,7 +23,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         arguments: further arguments of `decode`.
 
     Raises:
-        ValueError: the text is not JSON, or is nested too deep.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 def check_surrogates(text: str, content: Any):
     """Raise ValueError if a text in JSON escapes half of a surrogate pair, such as \\ud800.
 
-    Such an escape is valid JSON, but UTF-8 and a tokenizer cannot encode the character.
+    Such an escape is valid JSON, but neither UTF-8 nor a tokenizer can encode the character.
 
     Args:
         content: the value that was parsed from the text.
@@ -59,13 +59,13 @@ def check_downloaded(path: Path):
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
         raise ValueError(
-            f"{path} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in the "
+            f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in the "
             "folder, or download the file again."
         )
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON file whose content is one object.
+    """Read a JSON file that contains one object.
 
     Raises:
         ValueError: the file is missing, or does not contain a JSON object.

@@ -1,4 +1,4 @@
-"""Load what a copy of the package may lack: the folder extras/."""
+"""Load modules from the folder extras/, which a copy of the package may lack."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,11 +10,11 @@ def has_extras() -> bool:
 
 
 def load_extra(target: str, user: str) -> Any:
-    """Import a module or an object that the core knows by its name alone.
+    """Import a module or an object that the core knows only by name.
 
     Args:
         target: "package.module" or "package.module:name", most often in minivlmrl.extras.
-        user: the command, option value or model type that needs the target, for the message.
+        user: the command, option value or model type that needs the target; the error message names it.
     Raises:
         ValueError: the target is in the folder extras/, which has been deleted.
     """

@@ -1,6 +1,6 @@
 """The GRPO loss as a pure function that takes log-probabilities.
 
-grpo.py imports only torch, so that you can copy the file into your own project.
+grpo.py imports only torch, so you can copy the file into your own project.
 
 B is the number of completions, and T is the longest completion's length; shorter completions are padded on the right.
 The loss is computed in four steps. For three of the steps, the value of an option selects a function from a table:
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass
 class LossNormalizer:
-    """Counts of completions and tokens in a whole optimizer step, by which losses are divided."""
+    """Numbers of completions and tokens in a whole optimizer step; losses are divided by one of them."""
 
     sequences: float  # completion count in the optimizer step
     # number of tokens with mask 1 in the optimizer step, which TRL calls num_items_in_batch
@@ -69,8 +69,8 @@ def grpo_loss(
         old_per_token_logps: (B, T), log-probabilities under the policy that sampled the completions. None means that
             the trained policy itself sampled them, so the ratio is 1.
         ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta is not 0.
-        token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is multiplied, for example a
-            mask of high-entropy tokens, or importance ratios that correct for the sampler. None means 1.
+        token_weights: (B, T) or (B, 1), factors that multiply the policy term (but not the KL), for example a mask of
+            high-entropy tokens, or importance ratios that correct for the sampler. None means 1.
         normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
         term_options: options of the term for loss_type, such as delta.
     Returns:
@@ -79,7 +79,7 @@ def grpo_loss(
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
-        GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults are also TRL's.
+        GRPOTrainer._compute_loss in TRL 1.16 in value and gradient. The defaults are also TRL's.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
@@ -205,7 +205,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    # expm1(d) is exact for small d, for which d.exp() - 1 would be rounded to 0
+    # expm1(d) is accurate for small d, for which d.exp() - 1 would be rounded to 0
     "k3": lambda d: d.expm1() - d,
 }
 

@@ -1,7 +1,7 @@
 """Variants of the GRPO loss (GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO).
 
-Importing grpo_variants.py adds the variants to the losses of grpo.py. To copy grpo_variants.py into your own project,
-copy grpo.py too.
+Importing grpo_variants.py adds the variants to the losses of grpo.py. If you copy grpo_variants.py into your own
+project, copy grpo.py too.
 """
 
 import math
@@ -71,8 +71,8 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's token loss: -phi(W) A log pi, where phi(W) = W^k exp(lambda (1 - W)) is detached.
 
-    The importance weight W is the product of a completion's token ratios. VESPO's constants k and lambda have one value
-    for negative advantages, and one for others.
+    The importance weight W is the product of a completion's token ratios. VESPO's constants k and lambda each have one
+    value for negative advantages and one for all others.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
@@ -165,8 +165,8 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL does: the number in this batch,
-            divided by the share of the step's completions that this batch has.
+        num_tokens: number of kept tokens in the whole optimizer step. If None, it is estimated as in TRL: this batch's
+            number, divided by this batch's share of the step's completions.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -182,8 +182,7 @@ def off_policy_mask(
         sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.
         threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per token.
     Returns:
-        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True where the loss keeps the
-        tokens.
+        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True for tokens that the loss keeps.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
     """
     if advantages.dim() == 1:

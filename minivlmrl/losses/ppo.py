@@ -98,7 +98,7 @@ def ppo_loss(
     loss 2; with vf_coef 0.1, the PPO loss is -1.8.
 
     Args:
-        per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by the critic, both with
+        per_token_logps, values: (B, T), policy log-probabilities in nats and the critic's predictions, both with
             gradient.
         mask: (B, T), 1 for tokens that are trained on.
         cliprange: eps, at least 0. The ratio is clipped to [1 - eps, 1 + eps], and a value to its old value -+ eps.

@@ -1,13 +1,13 @@
 """Losses on preference data: DPO and its variants, and reward models.
 
-preference.py imports only torch, so that you can copy the file into your own project.
+preference.py imports only torch, so you can copy the file into your own project.
 
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
 Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`). By default, the
 batch is the whole optimizer step. `normalizer.sequences` counts two answers for each pair. Three losses depend on the
-size of micro-batches: aot, aot_unpaired, and sft with use_weighting.
+micro-batch size: aot, aot_unpaired, and sft with use_weighting.
 """
 
 import math
@@ -114,14 +114,14 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
 
-    Example: if policy and reference are equal, the loss sigmoid is 0.693, hinge is 1, and ipo with beta 0.1 is 25.
+    Example: if policy and reference are equal, the loss `sigmoid` is 0.693, `hinge` is 1, `ipo` with beta 0.1 is 25.
 
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, 2, T), 1 for answer tokens.
-        loss_type: a key in DPO_LOSSES, or several.
-        loss_weights: weight for each loss_type; None gives each the weight 1. MPO uses ["sigmoid", "bco_pair", "sft"]
-            with [0.8, 0.2, 1.0].
+        loss_type: one key in DPO_LOSSES, or a list of several.
+        loss_weights: weight for each loss_type; None gives each loss the weight 1. MPO uses ["sigmoid", "bco_pair",
+            "sft"] with [0.8, 0.2, 1.0].
         beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference, see f_score.
@@ -130,15 +130,17 @@ def dpo_loss(
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
         discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
-        ref_logps: (B, 2), the result of answer_logps(ref_per_token_logps, ...); give it or ref_per_token_logps.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; needed for
-            use_weighting.
-        normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages over them.
+        ref_logps: (B, 2), the result of answer_logps(ref_per_token_logps, ...); pass either ref_logps or
+            ref_per_token_logps.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; required if
+            use_weighting is True.
+        normalizer: totals of the step; its `tokens` counts only the chosen answers' tokens, because sft averages over
+            them.
     Returns:
         The loss, and the metrics rewards/chosen and rewards/rejected (beta times the log-ratio, nats), rewards/margins,
         rewards/accuracies (share of pairs with a positive margin), logps/chosen and logps/rejected.
     Raises:
-        ValueError: options do not fit together, a needed tensor is missing, or an answer has no tokens.
+        ValueError: options contradict each other, a required tensor is missing, or an answer has no tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
         DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
@@ -146,7 +148,7 @@ def dpo_loss(
     check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
     if ref_logps is None:
         if ref_per_token_logps is None:
-            raise ValueError("give ref_per_token_logps or ref_logps")
+            raise ValueError("pass ref_per_token_logps or ref_logps")
         ref_logps = answer_logps(ref_per_token_logps, mask, ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
@@ -188,7 +190,7 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight of each pair, (B,), which is large if the policy is likely to write both answers.
+    """Compute WPO's weight for each pair, (B,); it is large if the policy is likely to write both answers.
 
     The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers, see `dpo_loss`. All
     arguments have shape (B, 2, T).
@@ -245,7 +247,7 @@ def reward_loss(
     Args:
         chosen, rejected: (B,) rewards.
         center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward near 0; None is 0.
-        margin: (B,), wanted reward difference.
+        margin: (B,), desired reward difference.
     Returns:
         The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
@@ -280,7 +282,7 @@ def check_dpo_options(
     num_weights = len(loss_types) if loss_weights is None else len(loss_weights)
     only_reverse_kl = [name for name in loss_types if name not in F_LOSSES]
     sorting = [name for name in loss_types if name in ("aot", "aot_unpaired")]
-    rules = [  # (whether it is broken, what to say)
+    rules = [  # (True if the rule is broken, error message)
         (not loss_types or len(loss_types) != num_weights,
          f"loss_type is {loss_types} and loss_weights is {loss_weights}; "
          "name at least one loss, and give one weight for each"),
@@ -288,7 +290,7 @@ def check_dpo_options(
          f"loss_type {only_reverse_kl} is only defined for f_divergence_type reverse_kl; "
          f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"),
         (use_weighting and sorting,
-         f"use_weighting does not fit loss_type {sorting}, which sorts the pairs; set it to false"),
+         f"use_weighting does not work with loss_type {sorting}, which sorts the pairs; set it to false"),
         ("exo_pair" in loss_types and not label_smoothing,
          "loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"),
         (not 0 <= label_smoothing < 0.5,

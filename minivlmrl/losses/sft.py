@@ -1,4 +1,4 @@
-"""The supervised fine-tuning loss; sft.py imports only torch, so that you can copy the file."""
+"""The supervised fine-tuning loss; sft.py imports only torch, so you can copy the file."""
 
 from typing import Literal, get_args
 

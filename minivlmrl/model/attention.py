@@ -90,11 +90,12 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange token positions in matrices: one for the prompts of a length, and one for their completions.
+        """Arrange token positions in two matrices per prompt length, one for prompts and one for completions.
 
         Returns:
-            For each prompt length, two matrices of positions in the packed sequence: a row per prompt, and a row per
-            completion, padded by -1. Also the PromptSlots of the completions, or None if no completion has a position.
+            For each prompt length, two matrices of positions in the packed sequence, padded with -1: one with a row per
+            prompt, and one with a row per completion. Also, for each prompt length, the PromptSlots of the completions,
+            or None if no completion has a position.
         """
         blocks = []
         slots = []

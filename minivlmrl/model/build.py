@@ -29,7 +29,7 @@ PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_si
 
 
 def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """Build a model with random weights from a config.json and a tokenizer, and the Processor of its inputs."""
+    """Build a model with random weights from a config.json and a tokenizer, and the Processor for its inputs."""
     model = random_weights(config_file, tokenizer, seed)
     return model, random_processor(model.config, tokenizer)
 

@@ -50,9 +50,10 @@ def load_model(
     Args:
         dtype: parameter dtype; defaults to torch_dtype in config.json.
         device: parameter device; ignored if the model is sharded.
-        sharding: the Sharding in distributed/fsdp.py, so that each rank loads only its own shard; None does not shard.
-        adapt: function that adds adapters to the model while it is on the meta device. The folder does not have weights
-            for these adapters.
+        sharding: the Sharding in distributed/fsdp.py, so that each rank loads only its own shard; None disables
+            sharding.
+        adapt: function that adds adapters to the model while it is on the meta device. The folder does not contain
+            weights for these adapters.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -101,7 +102,7 @@ def _read_weights(
                 fault = f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
             if fault or like is None:
                 raise ValueError(
-                    f"{file}: the tensor {name:.80} {fault}. Use the config.json and the files that belong together."
+                    f"{file}: the tensor {name:.80} {fault}. Use a config.json and weight files that belong together."
                 )
             read_names.add(name)
             if isinstance(like, Tensor):
@@ -112,7 +113,7 @@ def _read_weights(
                 like.pack(tensor.to(device), take_shard)
     if missing := expected.keys() - read_names:
         raise ValueError(
-            f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
+            f"{folder}: the weight files lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
@@ -216,8 +217,8 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
         config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
         config.vocab_size,
-        f"at least {len(tokenizer)}, the number of tokens of the tokenizer; for tokens that you have added, call "
-        f"resize_token_embeddings({len(tokenizer)}) of the model in transformers, and save it again",
+        f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
+        f"model.resize_token_embeddings({len(tokenizer)}) in transformers, and save the model again",
     )
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
@@ -250,7 +251,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights as a dictionary, with the tensor names that the hub's files have."""
+    """Return a model's weights as a dictionary, with the tensor names that the hub's files use."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}

@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. A family whose decoder or vision tower has
-other settings defines a subclass of ModelConfig or VisionConfig.
+model/config_json.py reads, checks and writes config.json. A family whose decoder or vision tower has different settings
+defines a subclass of ModelConfig or VisionConfig.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ class VisionConfig:
     out_hidden_size: Size = 3584  # the decoder's hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # patch side in pixels
-    temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
-    spatial_merge_size: Size = 2  # n, if n x n patches are merged into one decoder token
+    temporal_patch_size: Size = 2  # frames in one patch; an image is repeated to fill them
+    spatial_merge_size: Size = 2  # n; n x n patches are merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
     # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02

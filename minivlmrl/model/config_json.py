@@ -11,13 +11,13 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
 
-# keys of config.json that are computed again when a model is saved
+# keys of config.json that are recomputed when a model is saved
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
 # keys in which null is a value; in all other keys, null stands for the default value
 NULLABLE = {"bos_token_id", "eos_token_id"}
-# keys of vision_config that are computed again when a model is saved
+# keys of vision_config that are recomputed when a model is saved
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
-# model types of text models, from which vision-language models are made
+# model types of text models on which vision-language models are based
 TEXT_MODELS = r"(qwen2|qwen3|llama|mistral|mixtral|gemma2?|phi3?|internlm2|deepseek_v\d)(_moe)?|gpt\w*|\w+_text"
 
 
@@ -146,7 +146,7 @@ def _check(config: ModelConfig):
     has_head_dim = "head_dim" in vars(config)  # otherwise ModelConfig computes it
     section = list(config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
-    rules = [  # (whether it holds, name of the field, its value, what it must be)
+    rules = [  # (whether the rule holds, name of the field, its value, what it must be)
         (has_head_dim or config.hidden_size % num_heads == 0, "hidden_size", config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,

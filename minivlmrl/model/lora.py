@@ -63,7 +63,7 @@ class LoRALinear(ReplacedLinear):
         self.base = base  # quantize_base replaces the base with a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
-        self.dropout = dropout  # probability in training, which adapter_config.json names
+        self.dropout = dropout  # probability in training, as saved in adapter_config.json
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
@@ -208,8 +208,8 @@ def merge_note(model: nn.Module) -> str:
         return ""
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     return (
-        f"merged weights: {surviving_share(model):.0%} of the weights that the adapter updates still differ from the "
-        f"base after rounding to {names}; the folder adapter/ has the whole update"
+        f"merged weights: after rounding to {names}, {surviving_share(model):.0%} of the weights that the adapter "
+        "updates differ from the base; the folder adapter/ has the whole update"
     )
 
 

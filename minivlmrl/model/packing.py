@@ -21,7 +21,7 @@ from minivlmrl.model.rope import get_rope_index
 
 @dataclass
 class GroupBatch:
-    """A packed sequence with N tokens and no padding, with R rows and M completion tokens in total.
+    """A packed sequence of N tokens without padding, with R rows and M completion tokens in total.
 
     One row of the batch is one completion, with all its turns.
     """
@@ -52,7 +52,7 @@ class GroupBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """Return a mask (R, T), which is 1 for tokens that the policy generated and 0 elsewhere."""
+        """Return a mask (R, T) that is 1 for tokens that the policy generated and 0 elsewhere."""
         return self.pad(self.policy_mask)
 
 

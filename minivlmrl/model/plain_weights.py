@@ -85,7 +85,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# what holds a weight of a model: a parameter, a LoRA or NF4 layer, or several stacked weights
+# objects that hold a model's weight: a parameter, a LoRA or NF4 layer, or several stacked weights
 Weight = Tensor | ReplacedLinear | Stacked
 
 

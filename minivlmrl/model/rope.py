@@ -38,7 +38,7 @@ def get_rope_index(
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later releases of transformers compute other positions for videos; see docs/results.md.
+        4.51 and vLLM. Later releases of transformers compute different positions for videos; see docs/results.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
@@ -80,7 +80,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
     time = torch.arange(t)
     # In Qwen2-VL, which lacks tokens_per_second, each time step of a video advances the time position by one.
     if config.tokens_per_second is not None:
-        # Models were trained with time positions computed in float32; float64 sometimes gives another position.
+        # Models were trained with time positions computed in float32; float64 sometimes gives a different position.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)

@@ -12,7 +12,7 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad of each parameter, so that the parts and the layers in `freeze` are not trained."""
+    """Set requires_grad of each parameter, so that the parts and layers in `freeze` are not trained."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
@@ -30,13 +30,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the beginnings of the names of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
+    """Return the name prefixes of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
 
     Args:
         names: names of all parameters of the model.
 
     Raises:
-        ValueError: a range has layers that the model lacks.
+        ValueError: a range includes layers that the model lacks.
     """
     prefixes = []
     for text in freeze:
@@ -59,7 +59,7 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
     trains its value head, but not the language-model head.
 
     Args:
-        frozen_layers: the beginnings of the names of frozen layers, see layer_prefixes.
+        frozen_layers: the name prefixes of frozen layers; see layer_prefixes.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"

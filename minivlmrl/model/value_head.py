@@ -61,7 +61,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise ValueError if a value model has another tokenizer, family or patch size than the policy."""
+    """Raise ValueError if a value model has a different tokenizer, family or patch size than the policy."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
@@ -69,7 +69,7 @@ def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLang
 
     if form(value_model.backbone, load_processor(folder)) != form(policy, processor):
         raise ValueError(
-            f"{folder}: this model has another tokenizer, family or patch size than the policy, so it can neither "
+            f"{folder}: this model has a different tokenizer, family or patch size than the policy, so it can neither "
             "score the policy's completions nor be its critic; train a reward model from the policy's base model"
         )
 

@@ -78,7 +78,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
         order: (M,) int64, each merged token's raster index, in window order.
         window_lengths: patches in each window, in window order.
         frame_lengths: patches in each frame, in window order.
-    Source: get_window_index for Qwen2.5-VL in transformers, without its padding by -100.
+    Source: get_window_index for Qwen2.5-VL in transformers, without its padding with -100.
     """
     merge = config.spatial_merge_size
     order = []
@@ -159,7 +159,7 @@ class VisionTransformer(VisionTower):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images and videos in a batch.
 
-        A patch covers two frames of a video, and attends only to patches that cover these two frames.
+        A patch covers two frames of a video, and attends only to patches that cover the same two frames.
 
         Args:
             pixel_values: (P, patch_dim), in the order of the function patchify, of any floating dtype.

@@ -13,7 +13,7 @@ step          on_step_begin   after sampling, before the update of the weights
               on_step_end     after the step was logged
 evaluation    on_evaluation   before the first stage, between steps, and after each stage
 checkpoint    state_dict      before a checkpoint is saved
-error         on_error        before a checkpoint of the steps before the error is saved
+error         on_error        before the steps done so far are saved in a checkpoint
 end           on_run_end      even after an error or a signal
 
 The default callbacks watch a run, but do not change its numbers: they check recipe, rows and memory, write report.html,
@@ -58,7 +58,7 @@ class Callback:
         """Check the rows against the model that was just built."""
 
     def on_error(self, error: Exception):
-        """See an error that ends the run; raise another exception to replace it."""
+        """Handle an error that ends the run; raise a different exception to replace it."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         """Run code before the first stage of a run, after config.yaml and the log files were created."""
@@ -70,9 +70,10 @@ class Callback:
         """Run code in an optimizer step, after sampling the completions and before updating the weights."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Change what moves with the steps, for example a reference model that follows the policy.
+        """Update state that changes with every step, for example a reference model that follows the policy.
 
-        The change counts as a part of the update: a checkpoint has both or neither, so a resumed run is exact.
+        The change counts as part of the weight update: a checkpoint contains both or neither, so a resumed run is
+        exact.
 
         Args:
             number: index of the step in its stage, from 0.

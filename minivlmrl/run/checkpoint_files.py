@@ -25,7 +25,7 @@ FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    Training changes values in every block, so 1,024 evenly spaced blocks are enough for a file above 64 MiB.
+    Training changes values in every block, so 1,024 evenly spaced blocks are enough for a file larger than 64 MiB.
     """
     for file in files:
         size = file.stat().st_size
@@ -49,7 +49,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # all ranks have equal tensors, and each writes its share
+    return number % world.size == world.rank  # all ranks have identical tensors, and each writes its share
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:

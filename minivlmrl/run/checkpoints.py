@@ -49,7 +49,7 @@ UPDATE = "optimizer"  # the phase in which an error leaves some weights updated 
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows a batch has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# keys under which run.json stores hashes: of an adapter's base weights, of each file of rows and of each file of code
+# keys under which run.json stores hashes of an adapter's base weights, of each data file and of each code file
 BASE = "weights below the adapter"
 ROWS = "rows of "
 MEDIA = "sizes or times of image and video files of "
@@ -81,7 +81,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def row_files(data: DataOptions) -> dict[str, str]:
-    """Return the files with rows that a recipe names, {option: file}."""
+    """Return the data files that a recipe names, {option: file}."""
     files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
     files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
     files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
@@ -105,7 +105,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the folders of all complete checkpoints in the folder states/ of a run, the oldest first."""
+    """Return the folders of all complete checkpoints in the folder states/ of a run, oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
@@ -119,7 +119,7 @@ def remove_state(folder: Path):
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, the oldest first; raise ValueError if --resume is missing or wrong."""
+    """Return the checkpoints in output_dir, oldest first; raise ValueError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -155,7 +155,7 @@ class CheckpointManager:
         signals.can_stop = lambda: self.can_save
 
     def after_update(self, progress: TrainerState, ends_rollout: bool):
-        """Note after an update of the weights whether a checkpoint can be saved until the next update."""
+        """After an update of the weights, record whether a checkpoint can be saved before the next update."""
         self.can_save = ends_rollout or self.ends_stage(progress)
 
     def after_step(self, progress: TrainerState, log: MetricsLog):
@@ -182,7 +182,7 @@ class CheckpointManager:
         return self.folder / f"{progress.steps:06d}"
 
     def ensure_saved(self, progress: TrainerState, log: MetricsLog, world: World):
-        """Save a checkpoint for the current step, unless there is one already.
+        """Save a checkpoint for the current step, unless one already exists.
 
         Args:
             world: the ranks that save together.
@@ -196,7 +196,7 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """After an error between two weight updates, save a checkpoint, and note how to continue the run."""
+        """After an error between two weight updates, save a checkpoint, and add a note on how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -215,7 +215,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, progress: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
-        """Save a checkpoint after an error, on all ranks together or, if a rank holds all weights, on one of them.
+        """Save a checkpoint after an error, on all ranks together or, if each rank holds all weights, on one of them.
 
         Returns:
             the folder of the checkpoint; None if no checkpoint could be saved.
@@ -234,7 +234,7 @@ class CheckpointManager:
         """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
         config = self.config
         recipe = recipe_values(config)
-        if self.world.is_main:  # other ranks have not looked at the files
+        if self.world.is_main:  # other ranks have not read the files
             stamped = {name: rows.media_stamp for name, rows in datasets.items() if isinstance(rows, FileDataset)}
             recipe |= {f"{MEDIA}{name}": stamp for name, stamp in stamped.items()}
         new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
@@ -273,7 +273,7 @@ class CheckpointManager:
             old_value = progress.recipe.get(name)
             new_value = recipe.get(name)
             is_hash = name.startswith((CODE, ROWS, MEDIA))
-            # The recipe has another option if it names a file that it did not name before.
+            # If only one of the two recipes names this file, the option that names it has also changed.
             if old_value == new_value or (is_hash and None in (old_value, new_value)):
                 continue
             if name in (BASE, "adapter.quantize"):
@@ -305,7 +305,7 @@ class CheckpointManager:
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        where = f"{folder}: this checkpoint was saved with another model or recipe"
+        where = f"{folder}: this checkpoint was saved with a different model or recipe"
         pieces = find_pieces(folder)
         with_moments = []
         for name, parameter in trainer.trained.named_parameters():
@@ -336,8 +336,8 @@ class CheckpointManager:
                 break
         if progress is not None and self.resumed in folders and int(self.resumed.name) != progress.steps:
             raise ValueError(
-                f"resume: the checkpoint {self.resumed} was saved after {counted(progress.steps, 'step')}, but it has "
-                f"another name; rename the folder to {progress.steps:06d}"
+                f"resume: the checkpoint {self.resumed} was saved after {counted(progress.steps, 'step')}, but its "
+                f"name says otherwise; rename the folder to {progress.steps:06d}"
             )
         if candidates and progress is None:
             raise ValueError(

@@ -102,7 +102,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
-    if stages:  # without a stage, the evaluation file alone may already have the new names
+    if stages:  # without a stage, only the evaluation file is read, and it may already have the new names
         _check_renamed(config.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -159,7 +159,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _open_section(
     run: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
 ) -> FileDataset:
-    """Open a file of data.train.
+    """Open a file that data.train lists.
 
     Args:
         columns: columns that the stages need.
@@ -195,7 +195,7 @@ def _open_file(
         changed_options: options that replace those of the section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # The constant also replaces a column `row_rewards` of the file, which is not meant for minivlmrl.
+    # The constant also replaces a column `row_rewards` in the file, because such a column is not meant for minivlmrl.
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)

@@ -24,7 +24,7 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
 BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that change no probability
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave all probabilities unchanged
 # {kind of training rows: metric that a stage with such rows computes on the answers in held-out rows}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
@@ -76,8 +76,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return how far two means of values from 0 to 1 may differ by chance: two standard errors of the difference."""
-    # Values from 0 to 1 have at most the variance of right or wrong answers with the same mean. One right and one wrong
-    # answer are added; otherwise 0 of 30 right answers would have no noise at all.
+    # Values from 0 to 1 have at most the variance of correct or incorrect answers with the same mean. One correct and
+    # one incorrect answer are added, because otherwise 0 correct answers out of 30 would have no noise at all.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -104,9 +104,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return another row's images and videos, repeated or cut to their number in the given row.
+    """Return another row's images and videos, repeated or cut to match the number in the given row.
 
-    The images get the size of the given row's images, so that boxes are compared in the same units.
+    The images are resized to the sizes of the given row's images, so that boxes are compared in the same units.
     """
     others = {}
     for name in ("images", "videos"):

@@ -1,6 +1,6 @@
 """The training loop.
 
-run_training starts a run and calls train_stage for each stage, which calls optimizer_step for each step.
+run_training starts a run and calls train_stage for each stage; train_stage calls optimizer_step for each step.
 """
 
 import math
@@ -33,7 +33,7 @@ from minivlmrl.trainers.registry import find_trainers
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
     """Train a model according to a recipe, as a single process or as one of several ranks.
 
-    A run starts in the order of the lines below, from checks that take no time to work that takes minutes.
+    The code below begins with checks that take no time, and ends with work that takes minutes.
 
     Args:
         config: the recipe.
@@ -58,13 +58,14 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with watched(callbacks):
             with phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # This check asks to delete earlier results, so it comes last: first, the run must pass all other checks.
+            # This check may ask the user to delete earlier results, so it comes last, when the run has passed all other
+            # checks.
             check_output_dir(config)
 
         # output folder
         checkpoints = CheckpointManager(config, world, signals, callbacks)
         state = checkpoints.to_resume(datasets)
-        if world.is_main:  # only now, because a run that fails before writes no files
+        if world.is_main:  # only now, so that a run that fails earlier writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with (
@@ -86,9 +87,9 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 if trainer is not None:
                     results.save_stage(trainer)
                 steps_done = state.step if number == state.stage else 0
-                with phase("load"):  # also the reference and the parameters of the optimizer
+                with phase("load"):  # including the reference and the optimizer's parameters
                     trainer = trainers[stage](config, model, processor, world, steps_done)
-                if number > state.stage:  # after loading, so that memory running out loses no step
+                if number > state.stage:  # after loading, so that no step is lost if memory runs out
                     state.begin_stage(number)
                 train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
             results.write(trainer)
@@ -98,7 +99,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
 @contextmanager
 def watched(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Context manager that shows an error in its block to the callbacks."""
+    """Context manager that passes an error raised in its block to the callbacks."""
     try:
         yield
     except Exception as error:
@@ -137,7 +138,7 @@ def train_stage(
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with phase(UPDATE):  # what moves with the steps is a part of the update
+            with phase(UPDATE):  # because `after_step` is part of the update
                 for callback in callbacks:
                     callback.after_step(trainer, number)
         except FloatingPointError as error:
@@ -186,7 +187,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Add up the gradients of a step's micro-batches, and return the metrics over all ranks."""
     world = trainer.world
-    parts = []  # each micro-batch's metrics, and how many tokens or answers each of them is a mean over
+    parts = []  # each micro-batch's metrics, and how many tokens or answers each was averaged over
     # If only the vision tower is trained, a micro-batch without images needs no backward pass.
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 

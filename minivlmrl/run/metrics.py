@@ -1,6 +1,6 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-Two runs of the same recipe with the same seed write equal metrics.jsonl files. Times and peak memory, which differ
+Two runs of the same recipe with the same seed write identical metrics.jsonl files. Times and peak memory, which differ
 from run to run, are written to timings.jsonl.
 """
 
@@ -35,7 +35,7 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
+SPEED_EVERY = 10  # number of steps between two printed lines about speed and memory
 # {metric: function that combines the values of micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (its mean, number of tokens or answers that were averaged)}
@@ -69,7 +69,7 @@ class MetricsLog(ExitStack):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files. An error in closing does not replace an earlier error of the run."""
+        """Close callbacks, trackers and files. An error while closing does not replace an earlier error of the run."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:
@@ -120,14 +120,15 @@ class MetricsLog(ExitStack):
 
     @property
     def seconds(self) -> float:
-        """Training time of the stage in seconds; the time of evaluations does not count."""
+        """Return the stage's training time in seconds, without the time of evaluations."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
         Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again. After an
-        error between an update and `mark`, all lines count; ranks other than 0 do not know their numbers.
+        error between an update and `mark`, all lines count, but ranks other than 0 do not know how many lines there
+        are.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -136,7 +137,7 @@ class MetricsLog(ExitStack):
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, first to the files, so that the error of a tracker loses no line."""
+        """Log an optimizer step, first to the files, so that no line is lost if a tracker fails."""
         self.steps += 1
         self.lines_at_mark = None
         phases = self.trainer.timer.take()
@@ -209,7 +210,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names would be equal."""
+    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names would become equal."""
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names

@@ -40,7 +40,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create the optimizer's state by one step in which all gradients are 0.
+    """Create the optimizer's state by making one step in which all gradients are 0.
 
     Weight decay changes the weights in this step, so load the weights of a checkpoint only afterwards.
     """

@@ -70,7 +70,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # `record` would take sys.exit(0) for the end of the run
+        except SystemExit as error:  # `record` would mistake sys.exit(0) for the end of the run
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = mistake(error)

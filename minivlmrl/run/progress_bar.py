@@ -1,4 +1,4 @@
-"""Show the progress of a loop in the last line of the terminal."""
+"""Show the progress of a loop on the last line of the terminal."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ SECONDS = 0.5  # the bar is drawn again after at least this time
 
 
 class ProgressBar:
-    """A bar with the steps that are done, the time that is left, the rate and some values.
+    """A bar that shows the completed steps, the remaining time, the rate and some values.
 
     Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". The bar is on stderr, and is
     hidden if stderr is not a terminal.
@@ -19,10 +19,10 @@ class ProgressBar:
         """Draw the bar.
 
         Args:
-            total: number of steps of the whole loop.
+            total: number of steps in the whole loop.
             is_main: True on rank 0; the other ranks show no bar.
-            initial: steps that an earlier run has done.
-            leave: whether the terminal still shows the bar after the end.
+            initial: number of steps that an earlier run has done.
+            leave: whether the bar stays on the terminal after the end.
         """
         self.name = name
         self.total = total
@@ -35,7 +35,7 @@ class ProgressBar:
         self.draw()
 
     def update(self, steps: int = 1, values: dict[str, str] | None = None):
-        """Count steps, and show values beside the rate."""
+        """Advance the bar by a number of steps, and show values next to the rate."""
         self.done += steps
         self.values = "".join(f", {name}={value}" for name, value in (values or {}).items())
         if time.perf_counter() - self.drawn >= SECONDS:
@@ -73,9 +73,9 @@ class ProgressBar:
         self.hidden = True
 
     def _replace(self, line: str, end: str = ""):
-        """Write a line over the bar, cut to the width of the terminal."""
+        """Write a line over the bar, cut to the terminal's width."""
         if not self.hidden:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals say that they have 0
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns
             print(f"\r{line[: width - 1]:{width - 1}}", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self):

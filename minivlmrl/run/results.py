@@ -107,7 +107,7 @@ class Results:
     def save_stage(self, trainer: Trainer):
         if trainer.trains_policy:
             self.save(trainer, self.folder)
-        else:  # a reward model completely, because later stages load it
+        else:  # a reward model is saved completely, because later stages load it
             trainer.save(self.folder)
         self.world.barrier()  # because the next stage may read the files that were just saved
 
@@ -124,7 +124,7 @@ class Results:
             if trainer is None:
                 dtype = config.model.compute_dtype or config.model.dtype
                 cause = (
-                    "Nothing was trained yet, so the weights are damaged or the activations are too "
+                    "Nothing has been trained yet, so the weights are damaged or the activations are too "
                     f"large for {dtype}; try --model.compute_dtype=float32"
                 )
             raise ValueError(f"evaluation {name}: {error}. {cause}") from error
@@ -149,9 +149,9 @@ class Results:
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without seeing the image, or None if the first metric is no accuracy.
+        """Return the accuracy of guessing without seeing the image, or None if the first metric is not an accuracy.
 
-        For rows from a file, guessing means to give the most frequent solution of the held-out rows as every answer.
+        For rows from a file, guessing means answering every row with the most frequent solution in the held-out rows.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None

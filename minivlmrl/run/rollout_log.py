@@ -78,7 +78,7 @@ class CompletionsLog:
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step, on all ranks together."""
+        """Log the completions of an optimizer step; all ranks must call this method together."""
         if not self.every or number % self.every or step.rollout is None:
             return
         logged = groups(trainer, step)
@@ -238,5 +238,5 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" if a character needs further tokens
+        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" if a character needs more tokens
         yield text, round(logp, 4) if by_policy else None

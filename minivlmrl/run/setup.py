@@ -88,7 +88,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
     if (section.path is None) == (section.config is None):
         raise ValueError(
             "model: set exactly one of model.path (a model folder) and model.config (a config.json for random weights) "
-            "and the other one to null"
+            "and set the other one to null"
         )
     if section.path is not None:
         processor = load_processor(section.path, *pixel_bounds)
@@ -245,7 +245,7 @@ def check_positions(
             )
         advice = "lower sampling.max_new_tokens, " if num_new else ""
         reason = (
-            f"{f'and {num_new} new ones ' if num_new else ''}are over {bound}; "
+            f"{f'and {num_new} new ones ' if num_new else ''}exceed {bound}; "
             f"{advice}shorten the prompt{' or the answer' if answers else ''} or remove the row; "
             f"data.max_prompt_tokens={limit} skips such rows in training"
         )
@@ -276,7 +276,7 @@ def fit_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Process
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower the max_steps of each stage that max_epochs ends earlier; config.yaml gets the lowered number."""
+    """Lower the max_steps of each stage that max_epochs ends earlier; config.yaml contains the lowered number."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

@@ -14,7 +14,7 @@ from minivlmrl.distributed.process_group import World
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a retry may fix
 # A scheduler and torchrun may both send the signal to a rank, so signals within five seconds count as one.
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
+LAST_CALL = 10.0  # seconds that a reward or a tool may still take after a signal
 
 
 class Preempted(Exception):

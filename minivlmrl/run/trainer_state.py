@@ -18,7 +18,7 @@ class TrainerState:
     stage: Annotated[int, ">= 0"] = 0  # the current stage's index
     step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
-    draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
+    draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has used
     rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
     # metrics of each evaluation, for example after the stage sft: {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Tasks that generate their own rows and images: the built-in task `shapes`, and a registry for tasks of a user."""
+"""Tasks that generate their own rows and images: the built-in task `shapes`, and a registry for users' own tasks."""

@@ -15,15 +15,15 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: a function that generates rows, a function that trains a tokenizer, and the accuracy of guessing."""
 
-    # The function datasets(data, seed) gets the recipe's section `data` and a seed. It returns the training rows,
-    # {key of NEEDS in run/datasets.py: rows}, and the held-out rows, which are equal for all seeds. Further parameters
-    # are options of the task, as in shapes(pairs=8).
+    # The function datasets(data, seed) receives the recipe's section `data` and a seed. It returns the training rows,
+    # {key of NEEDS in run/datasets.py: rows}, and the held-out rows, which are the same for all seeds. Additional
+    # parameters are options of the task, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
     chance: float  # accuracy of guessing without seeing the image
 
 
-# {name of a task: the Task, or its place as "module:NAME"}; a script may add tasks
+# {name of a task: the Task, or where it is defined, as "module:NAME"}; a script may add tasks
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 

@@ -1,9 +1,9 @@
 """The default run's task: name the color and the shape of the object in a small image.
 
-The prompt of a row shows one image, and asks for the color and the shape of the object. The answer names one of 12
-classes (6 colors x 2 shapes): <think>I see green</think><answer>green square</answer>
+The prompt of each row shows one image and asks for the object's color and shape. The answer names one of 12 classes (6
+colors x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so that the accuracy is low after SFT and can still rise in GRPO.
+Half of the demonstrations have a random label, so the accuracy is low after SFT and GRPO can still raise it.
 """
 
 import random
@@ -40,7 +40,7 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 class Shapes(Sequence[Row]):
     """Dataset that generates a row's image from a seed and the row's index when the row is read.
 
-    `solution` and `chosen` are correct in every row, and `rejected` is an answer of make_rejected.
+    `solution` and `chosen` are correct in every row, and make_rejected generates `rejected`.
     """
 
     size: int  # number of rows
@@ -48,7 +48,7 @@ class Shapes(Sequence[Row]):
     wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # False makes demonstrations with the label only, without tags
+    tags: bool = True  # False makes demonstrations that contain only the label, without tags
 
     def __len__(self) -> int:
         return self.size
@@ -71,7 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: its color or shape is wrong, it contradicts its thought, or it lacks some characters."""
+    """Make a rejected answer, which has a wrong color or shape, contradicts its thought, or lacks some characters."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]

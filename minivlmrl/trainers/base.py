@@ -33,11 +33,11 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for each completion token that is trained on, else 0
-    normalizer: LossNormalizer  # numbers of completions and tokens in the step, by which the loss is divided
+    normalizer: LossNormalizer  # the step's numbers of completions and tokens, one of which divides the loss
     ref_per_token_logps: Tensor | None = None  # (R, T) log-probabilities of the reference model, if any, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return how many tokens each of the named metrics is a mean over, to average it over micro-batches."""
+        """Return how many tokens each named metric was averaged over, so that micro-batches can be averaged."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class MicroBatch:
 class Sample:
     """A sampled completion with its prompt and its rewards."""
 
-    index: int  # index among the samples of all ranks: those of rank 0's rollout come first
+    index: int  # index among the samples of all ranks; those in rank 0's rollout come first
     row: Row  # the dataset row from which the prompt was made
     prompt: Prompt
     completion: Completion
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """A micro-batch of sampled completions, to which a subclass adds the tensors that its loss needs."""
+    """A micro-batch of sampled completions; subclasses add the tensors that their losses need."""
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded, in nats
@@ -115,7 +115,7 @@ class Step:
     """The micro-batches and the metrics of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # equal on all ranks
+    metrics: dict[str, float] = field(default_factory=dict)  # identical on all ranks
     ends_rollout: bool = True  # True for the last optimizer step on a rollout, after which a checkpoint can be saved
     rollout: Rollout | None = None  # the rollout that this step trains on
     groups: Sequence[list[Sample]] = ()  # the step's groups that this rank sampled; other ranks may train on them
@@ -129,8 +129,8 @@ class Trainer:
     whole optimizer step.
 
     Args:
-        run: the whole recipe, in which a section with the stage's name has the stage's options.
-        steps_done: optimizer steps that a resumed stage has already made.
+        run: the whole recipe; the section named after the stage contains the stage's options.
+        steps_done: number of optimizer steps that a resumed stage has already done.
     """
 
     stage: str  # the stage's name, and its section's name in a recipe
@@ -171,7 +171,7 @@ class Trainer:
 
     @staticmethod
     def columns(config) -> tuple[str, ...]:
-        """Return further columns that the stage reads with the given options, if a row has them."""
+        """Return the optional columns that the stage reads with the given options."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -187,12 +187,12 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str, rows: Sequence[Row] = ()) -> phase:
-        """Measure the time of a phase, for example "sampling"; an error carries the phase and its rows."""
+        """Measure the time of a phase, for example "sampling"; errors raised in it carry the phase and its rows."""
         self.timer.start(name)
         return phase(name, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute the weighted sum of the rewards of each sample: (samples,)."""
+        """Compute the weighted sum of each sample's rewards: (samples,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
         return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 
@@ -217,7 +217,7 @@ class Trainer:
         return modules
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the weights, or only the adapters if `merge` is False, on all ranks together."""
+        """Save the weights, or only the adapters if `merge` is False; all ranks must call this method together."""
         base = self.run.model.path
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
@@ -234,9 +234,9 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
-            f"{name} returned {excerpt(result, 200)}, but it must return the loss, a tensor without dimensions, and a "
-            "dictionary of metrics, which are such tensors and have other names than stage, step and loss: "
-            "return loss, {}"
+            f"{name} returned {excerpt(result, 200)}, but it must return the loss and a dictionary of "
+            "metrics, as in `return loss, {}`. The loss and the metrics must be tensors without dimensions, and no "
+            "metric may be named stage, step or loss"
         )
     loss, metrics = result
     return loss, metrics

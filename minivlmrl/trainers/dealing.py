@@ -1,8 +1,9 @@
 """Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
 
 A group is a prompt with its completions. Ranks send each other token ids, rewards and the outputs of a frozen vision
-tower, but no images. The patches of one image can take 10 MB, so the new rank of a group reads the prompt's image files
-again before it can train. Therefore a group stays with its rank if a move would balance the tokens only a little.
+tower, but no images. The patches of one image can take 10 MB, so a group's new rank must read the prompt's image files
+again before it can train on the group. Therefore a group stays on its rank if moving it would balance the tokens only
+slightly.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# Groups move only to save a rank more than this share of the mean number of tokens on a rank.
+# A group moves only if that saves a rank more than this share of the mean number of tokens per rank.
 WORTH_MOVING = 0.05
 
 
@@ -50,7 +51,7 @@ def open_groups(batches: Batches, groups: Sequence[Group], first_samples: Iterab
 
 
 def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
-    """Exchange groups between ranks, and return this rank's new groups, the longest first.
+    """Exchange groups between ranks, and return this rank's new groups, longest first.
 
     Args:
         batches: reads the rows of the groups that this rank gets from other ranks.
@@ -59,7 +60,7 @@ def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int
     """
     world = batches.world
     dealt = assign(world.gather_objects(lengths))
-    parcels = []  # for each rank {index of a group: (the group, its first sample's index, its image embeddings)}
+    parcels = []  # for each rank, {index of a group: (the group, its first sample's index, its image embeddings)}
     for rank, part in enumerate(dealt):
         parcel = {}
         for i in [i for source, i in part if source == world.rank != rank]:
@@ -83,9 +84,9 @@ def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have the same number of groups and nearly the same number of tokens.
 
-    The longest remaining group goes to the rank with the fewest tokens that has room for the group. The group stays
-    with its own rank if no rank has fewer tokens by more than WORTH_MOVING of a rank's tokens, and all groups stay if
-    no rank has more than the mean by this share.
+    The longest remaining group goes to the rank with the fewest tokens among the ranks that still have room. If its own
+    rank still has room, a group moves only to a rank whose number of tokens is smaller by more than WORTH_MOVING times
+    the mean. If no rank exceeds the mean by more than this share, no group moves.
 
     Example: the numbers of tokens in each rank's groups
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
@@ -94,7 +95,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     Args:
         lengths: for each rank, the lengths of its groups.
     Returns:
-        For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
+        For each rank, the groups that it receives, longest first, as (rank that has the group now, index of the group).
     """
     ranks = range(len(lengths))
     room = len(lengths[0])

@@ -19,14 +19,14 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample completions until enough groups have different rewards, and build a rollout from these groups.
+    """Sample completions until enough groups contain different rewards, and build a rollout from these groups.
 
-    After max_num_batches batches, groups with equal rewards fill a rollout that is still too small.
+    If the rollout is still too small after max_num_batches batches, groups with equal rewards fill it.
 
     Args:
         rows: the first batch.
-        compared_rewards: function that returns rewards (n, K) of a rollout; a group differs if one of its K columns has
-            different rewards.
+        compared_rewards: function that returns a rollout's rewards (n, K); a group differs if at least one of its K
+            columns contains different rewards.
     Returns:
         The rollout, and the number of sampled batches.
     """
@@ -49,15 +49,15 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # The last number in a key, such as 17 in "0/grpo/3/17", counts the rows in the order of sampling.
+    # The last number in a key, such as 17 in "0/grpo/3/17", numbers the rows in the order of sampling.
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups; groups with equal rewards are taken last."""
+    """Build a rollout from `count` groups; groups with equal rewards are used only if there are too few others."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.steps_per_rollout
-    local = []  # this rank's groups, one optimizer step after the other
+    local = []  # this rank's groups, in the order of the optimizer steps
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     G = trainer.config.num_generations

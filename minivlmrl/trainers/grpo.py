@@ -39,9 +39,9 @@ class GRPOBatch(SampledBatch):
 
     advantages: Tensor  # (R,)
     old_per_token_logps: Tensor | None  # (R, T) policy log-probabilities before the first update, if they are needed
-    importance_sampling_ratio: Tensor | None  # (R, T) or (R, 1): the trainer's divided by the sampler's probability
+    importance_sampling_ratio: Tensor | None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None  # lowest entropy among the tokens that the optimizer step trains on
-    num_entropy_tokens: float | None  # tokens of the optimizer step whose entropy reaches entropy_threshold
+    num_entropy_tokens: float | None  # number of tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
@@ -83,7 +83,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return what dynamic sampling compares in a group: rewards (samples, K) or weighted sums (samples, 1)."""
+        """Return the values that dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -270,10 +270,10 @@ class GRPOTrainer(RolloutTrainer):
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
-        """Turn the clip ratios of a micro-batch into its summand of the step's clip ratios, which are TRL's.
+        """Convert a micro-batch's clip ratios to its contribution to the step's clip ratios, defined as in TRL.
 
-        TRL divides by all tokens (in GSPO and RLOO, completions) of a step. Completions with an advantage of 0, which
-        this trainer leaves out, are never clipped.
+        TRL divides by the number of all tokens in a step (in GSPO and RLOO, of all completions). Completions with an
+        advantage of 0, which this trainer leaves out, are never clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64, so that shares add up exactly
         if self.config.importance_sampling_level == "sequence" or self.config.loss_type == "rloo":
@@ -298,7 +298,7 @@ class GRPOTrainer(RolloutTrainer):
 
 
 def find_loss(config: GRPOOptions) -> Callable:
-    """Return grpo_loss, or the user's loss function that the option loss_type names.
+    """Return grpo_loss, or the user's loss function that the option `loss_type` names.
 
     A user's function may have fewer parameters than grpo_loss.
     """
@@ -307,7 +307,7 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the advantage function that the option advantages names: a built-in or a user's function."""
+    """Return the advantage function that the option `advantages` names: a built-in function or a user's function."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     return load_function("advantages", config.advantages_name, ADVANTAGES, config, 1, arguments)
 

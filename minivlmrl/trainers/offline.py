@@ -1,4 +1,4 @@
-"""Base classes for trainers on answers from the data, such as SFT, DPO, KTO and the reward model.
+"""Base classes for trainers that learn from answers in the data, such as SFT, DPO, KTO and the reward model.
 
 The model processes a prompt and its images once for all answers to the prompt.
 """
@@ -24,10 +24,10 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """A micro-batch of answers from the data; pairs stand in the order chosen, rejected, chosen, rejected, ..."""
+    """A micro-batch of answers from the data; pairs are in the order chosen, rejected, chosen, rejected, ..."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return how many answers each metric is a mean over; as in TRL, the entropy is a mean over tokens."""
+        """Return how many answers each metric was averaged over; as in TRL, the entropy is averaged over tokens."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
@@ -40,7 +40,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    counted_rows = slice(None)  # answers whose tokens are counted, to divide the loss by the number of tokens
+    counted_rows = slice(None)  # answers whose tokens are counted; the loss is divided by their number
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -83,7 +83,8 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Select this rank's share of the rows that have all answers.
 
-        All ranks must run a sharded model the same number of times, so a rank with fewer rows repeats a row of another.
+        All ranks must run a sharded model the same number of times, so a rank with fewer rows repeats a row of another
+        rank.
 
         Returns:
             The indices of this rank's rows, and how many of these rows are not repeated.
@@ -92,7 +93,7 @@ class OfflineTrainer(Trainer):
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step, whose loss is a mean over all its micro-batches on all ranks."""
+        """Build an optimizer step whose loss is a mean over all its micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -125,5 +126,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a sequence into parts with `size` items each; the last part may be shorter."""
+    """Split a sequence into parts of `size` items each; the last part may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

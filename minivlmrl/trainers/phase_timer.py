@@ -9,7 +9,7 @@ import torch
 class PhaseTimer:
     """Measure the seconds of consecutive phases, without waiting for the GPU after each phase.
 
-    GPU work runs later than the Python code that starts the work, so CUDA events mark the beginnings of phases.
+    GPU work runs later than the Python code that launches it, so CUDA events mark the beginning of each phase.
     """
 
     def __init__(self, device: torch.device):

@@ -31,8 +31,8 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    A frozen parameter never changes, so a copy shares it with the policy (unless FSDP shards the model). TRL's
-    create_reference_model shares the layers that its argument num_shared_layers freezes in the same way.
+    A frozen parameter never changes, so a copy shares it with the policy (unless FSDP shards the model). In the same
+    way, TRL's create_reference_model shares the layers that its argument num_shared_layers freezes.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
@@ -44,7 +44,7 @@ class Reference:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         elif policy.sharding is not None:
-            # A moving reference needs the policy's precision: 16 bits would round most moves to nothing.
+            # A moving reference needs the policy's precision: in 16 bits, most moves would be rounded to 0.
             model = copy_model(policy, in_compute_dtype=not config.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
@@ -65,7 +65,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # The list hides the policy from torch, so that a checkpoint saves the policy only once.
+        # The list hides the policy from torch, so a checkpoint saves the policy only once.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -116,14 +116,14 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference model from a folder, with the sharding and the compute dtype of the policy."""
+    """Load a reference model from a folder, with the policy's sharding and compute dtype."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
     if differing:
         raise ValueError(
             f"{path}: the tokenizer of this model does not match the policy's: {len(differing)} "
-            "tokens of the policy have other ids in this model or are missing, for example "
+            "tokens of the policy have different ids in this model or are missing, for example "
             f"{differing[0]!r}; use a model with the policy's tokenizer"
         )
     sharding = policy.sharding

@@ -5,7 +5,7 @@
          -> micro-batches of samples                              split
          -> packed micro-batches                                  pack
 
-Sizes in shapes:
+Letters in tensor shapes:
 
     this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
@@ -57,10 +57,10 @@ class RolloutTrainer(Trainer):
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot train with the recipe's rewards, or with its options for sampling."""
+        """Raise ValueError if the stage cannot train with the recipe's rewards or sampling options."""
         if run.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature is 0, so all completions of a group would be equal; "
+                "sampling.temperature is 0, so all completions of a group would be identical; "
                 "set it to a value greater than 0"
             )
         if not run.rewards:
@@ -103,7 +103,7 @@ class RolloutTrainer(Trainer):
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 optimizer steps, and
         each step trains on 8 prompts.
         """
-        self.batches = batches  # at once, because a trial of the largest batch also deals groups to ranks
+        self.batches = batches  # set early, because a trial of the largest batch also deals groups to ranks
         return self.sampled_steps()
 
     def sampled_steps(self) -> Iterator[Step]:
@@ -212,7 +212,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples, in the order of their prompts, and compute the log-probabilities of the reference model."""
+        """Pack samples in the order of their prompts, and compute the reference model's log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]

@@ -69,15 +69,15 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Return the mean over all ranks of each metric that reward functions have logged; then empty the log."""
+    """Return each metric that reward functions have logged, averaged over all ranks; then empty the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
     for name in sorted(set(chain(*metrics_of_ranks))):
         if name in metrics:
             raise ValueError(
-                f"log_metric was called with the name {name!r}, which is a metric of the trainer "
-                "itself; use another name"
+                f"log_metric was called with the name {name!r}, which the trainer uses for a metric "
+                "of its own; use a different name"
             )
         values = list(chain(*(logged.get(name, ()) for logged in metrics_of_ranks)))
         means[name] = sum(values) / len(values)

@@ -16,7 +16,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 class SFTTrainer(OfflineTrainer):
     """Trainer for SFT on one demonstration for each prompt.
 
-    In a demonstration with several turns, only the turns of the assistant are trained on.
+    In a demonstration with several turns, only the assistant's turns are trained on.
     """
 
     stage = "sft"
@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.wait("read images")
             mask = batch.loss_mask
-            # Rows after the first `count` rows repeat rows of another rank, and must not count twice.
+            # Rows after the first `count` rows repeat rows of another rank and must not be counted twice.
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()

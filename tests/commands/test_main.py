@@ -68,7 +68,7 @@ def test_a_mistake_is_one_line(capsys):
 def test_too_little_memory_is_one_line(capsys, monkeypatch):
     monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
     assert start.main(["report"]) == 2
-    said = "minivlmrl report: not enough memory; decrease the sizes in the recipe or in the files of the model\n"
+    said = "minivlmrl report: not enough memory; reduce the sizes in the recipe or in the model's files\n"
     assert capsys.readouterr().err == said
 
 

@@ -175,7 +175,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
 
 def test_a_pointer_of_git_lfs_is_no_damaged_image(tmp_path):
     (tmp_path / "a.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
-    with pytest.raises(ValueError, match=r"a\.png is a pointer of Git LFS.* Run `git lfs pull`"):
+    with pytest.raises(ValueError, match=r"a\.png is a Git LFS pointer.* Run `git lfs pull`"):
         fetch_image(tmp_path / "a.png")
 
 

@@ -83,7 +83,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
-    ("rows.jsonl", "is a pointer of Git LFS"), ("rows.parquet", "is a pointer of Git LFS"),
+    ("rows.jsonl", "is a Git LFS pointer"), ("rows.parquet", "is a Git LFS pointer"),
     ("rows.jsonl.gz", "rows are not read from compressed files; unpack"),
 ])  # fmt: skip
 def test_a_file_without_the_text_of_its_rows_is_refused(tmp_path, name, sentence):

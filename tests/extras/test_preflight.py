@@ -172,7 +172,7 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, capsys, stage, long):
     trainer = find_trainer(stage, config)
     rows = FileDataset(write_rows(short, short | long), NEEDS[trainer.needs])
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=80))
-    said = r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens are over .* 80 .*data.max_prompt_tokens=80 skips"
+    said = r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens exceed .* 80 .*data.max_prompt_tokens=80 skips"
     with pytest.raises(ValueError, match=said) as error:
         check_positions(config, {stage: trainer.needs}, {stage: rows}, model, PROCESSOR)
     length = int(re.search(said, str(error.value))[1])
@@ -196,7 +196,7 @@ def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
     write_lines(tmp_path / "rows.jsonl", lines)
     options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
-    said = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
+    said = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones exceed the model's 100 \(max_position"
     cures = r"_embeddings\); lower sampling\.max_new_tokens, shorten .* the row; data\.max_prompt_tokens=90 skips"
     with pytest.raises(ValueError, match=said + cures) as raised:
         run(*options, "--stages=[grpo]")

@@ -139,5 +139,5 @@ def test_a_model_that_cannot_read_the_ids_of_the_policy_is_refused(folder, tmp_p
     save_value_model(tmp_path / "judge", ValueModel(backbone), processor, ONE)
     policy, own = random_model(folder / "model.json", shapes.tokenizer(), 0)
     run = SimpleNamespace(reward_model=SimpleNamespace(path=tmp_path / "judge"), output_dir="/gone")
-    with pytest.raises(ValueError, match="judge: this model has another tokenizer, family or patch size"):
+    with pytest.raises(ValueError, match="judge: this model has a different tokenizer, family or patch size"):
         RewardModelScores(run, policy, own, ONE)

@@ -120,11 +120,11 @@ def test_docstring_examples():
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each"),
     ({"loss_type": "exo_pair"}, "takes the logarithm of label_smoothing; set it above 0"),
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, but it must be in \[0, 0.5\)"),
-    ({"ref_per_token_logps": None}, "give ref_per_token_logps or ref_logps"),
+    ({"ref_per_token_logps": None}, "pass ref_per_token_logps or ref_logps"),
     ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
      r"\['bco_pair'\] is only defined for .* reverse_kl; with js_divergence use one of " + ", ".join(losses.F_LOSSES)),
-    ({"loss_type": "aot", "use_weighting": True}, r"does not fit loss_type \['aot'\], which sorts the pairs"),
+    ({"loss_type": "aot", "use_weighting": True}, r"does not work with loss_type \['aot'\], which sorts the pairs"),
     ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
     ({"mask": tensor([[1.0, 0.0], [0.0, 0.0]])}, "At least one answer has no tokens"),
 ])  # fmt: skip

@@ -14,8 +14,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 
 KINDS = {
-    "checkpoint/config.json": "It is the folder of a run; use its folder checkpoint",
-    "checkpoint-100/config.json": "It contains the folder of a model; use FOLDER/checkpoint-100",
+    "checkpoint/config.json": "It is the folder of a run; use the folder checkpoint inside it",
+    "checkpoint-100/config.json": "It contains a model folder; use FOLDER/checkpoint-100",
     "adapter_config.json": "It is an adapter; set model.path to the base model and adapter.path to this folder",
     "adapter_model.safetensors": "It is an adapter; set model.path to the base model and adapter.path to this folder",
     "model-00001-of-00002.safetensors": "Download the folder again",
@@ -40,7 +40,7 @@ def test_a_folder_that_is_no_model_is_described(tmp_path, name):
 def test_pointers_of_git_lfs_are_named(tmp_path):
     for name, read in (("model.safetensors", lambda file: list(read_tensors(file))), ("tokenizer.json", read_json)):
         (tmp_path / name).write_text(POINTER)
-        with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, not the file itself"):
+        with pytest.raises(ValueError, match=f"{name} is a Git LFS pointer, not the file itself"):
             read(tmp_path / name)
 
 

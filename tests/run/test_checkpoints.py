@@ -503,7 +503,7 @@ def test_a_renamed_checkpoint_is_not_deleted_by_its_resume(recipe, copy):
     (copy / "states" / "000002").rename(copy / "states" / "000009")
     for selected in ("auto", copy / "states" / "000009"):
         with pytest.raises(
-            ValueError, match="000009 was saved after 2 steps, but it has another name; rename the folder"
+            ValueError, match="000009 was saved after 2 steps, but its name says otherwise; rename the folder"
         ):
             resume(recipe, copy, f"--resume={selected}")
     assert states(copy) == ["000003", "000009"]
@@ -550,7 +550,7 @@ REFUSED = [  # options, restarts of torchrun, sentence
     ([], 0, "contains checkpoints of an earlier run, of which 000003 is the newest"),
     (["--resume=/gone"], 0, "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
     ([AUTO, "--seed=1"], 0, r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
-    ([AUTO, "--grpo.beta=0"], 0, r"another model or recipe: .* is only in the checkpoint or only in the run"),
+    ([AUTO, "--grpo.beta=0"], 0, r"a different model or recipe: .* is only in the checkpoint or only in the run"),
     ([AUTO, "--data.task=shapes(pairs=11)"], 0,
      r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"),
     ([AUTO, "--grpo.prompts_per_step=2"], 0, "grpo.prompts_per_step was 4 and is now 2, so rows would be skipped or"),

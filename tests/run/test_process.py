@@ -110,7 +110,7 @@ def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
 @pytest.mark.parametrize(("error", "line"), [
     (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
     (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
-    (MemoryError(), "not enough memory; decrease the sizes in the recipe or in the files of the model"),
+    (MemoryError(), "not enough memory; reduce the sizes in the recipe or in the model's files"),
 ], ids=["a full disk", "a folder", "too little memory"])  # fmt: skip
 def test_an_error_of_the_system_is_one_line(ended, error, line):
     def fail(_):

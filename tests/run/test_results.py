@@ -46,7 +46,7 @@ def trained(stage, max_steps=3, saved=None, **says):
 
 
 @pytest.mark.parametrize(("trainer", "says"), [
-    (None, "evaluation start: logits. Nothing was trained yet, .* too large for float16; try --model.compute_dtype"),
+    (None, "evaluation start: logits. Nothing has been trained yet, .* too large for float16; try --model.compute"),
     (trained("sft"), "evaluation start: logits. The training has probably diverged; try a lower learning rate"),
 ], ids=["before training", "after training"])  # fmt: skip
 def test_logits_that_are_not_finite_have_another_cure_before_training(results, monkeypatch, trainer, says):

@@ -273,7 +273,7 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
 
 
 """
-DICTIONARY = "but it must return the loss, a tensor without dimensions, and a dictionary"
+DICTIONARY = "but it must return the loss and a dictionary of metrics, as in"
 # option: {function: (returned expression, words of the error or None)}; advantages get the rewards 0, 1, 2, 3, 3, 3
 RETURNED = {
     "loss_type": {

@@ -134,7 +134,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"2 tokens of the policy have other ids .*, for example '[ab]'; use a model"):
+    with pytest.raises(ValueError, match=r"2 tokens of the policy have different ids .*, for example '[ab]'; use a"):
         stage("dpo", option)
 
 

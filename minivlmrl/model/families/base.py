@@ -18,8 +18,8 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 class Family:
     """The differences between one model family and Qwen2.5-VL.
 
-    A subclass overrides what differs in its models: their layers, their config.json, the tensors in their
-    files of weights, their prompts and images. docs/developer_guide.md shows how to add a family.
+    A subclass overrides what differs in its models: their layers, their config.json, the tensors in their weight files,
+    their prompts and images. docs/developer_guide.md shows how to add a family.
     """
 
     architecture: ClassVar[str]  # name of the model's class in transformers, as in config.json
@@ -28,9 +28,9 @@ class Family:
     config_type: ClassVar[type[ModelConfig]] = ModelConfig
     vision_config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
-    # parts of the decoder that the option adapter.target can name: {name: regular expression for names of layers}
+    # parts of the decoder that the option adapter.target can name: {name: regular expression for layer names}
     adapter_targets: ClassVar[Mapping[str, re.Pattern[str]]] = {}
-    not_quantized: ClassVar[tuple[str, ...]] = ()  # ends of the names of layers that always keep their dtype
+    not_quantized: ClassVar[tuple[str, ...]] = ()  # name endings of layers that always keep their dtype
     in_cuda_graphs: ClassVar[bool] = True  # False if the shapes of a decode step depend on the values of tensors
     in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports the family
 
@@ -42,7 +42,7 @@ class Family:
     # ---- weights
     # whether tensors in files are named after transformers' modules; see module_name
     files_have_module_names: ClassVar[bool] = False
-    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that are not used
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of unused tensors
 
     # ---- prompts and images
     # whether the chat template adds a default system message to prompts without one
@@ -77,7 +77,7 @@ class Family:
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path
     ) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each parameter in a file of weights.
+        """Yield (name, tensor) for each parameter in a weight file.
 
         A family overrides this method and stack_tensors if its files store several parameters as one tensor.
         """
@@ -87,24 +87,24 @@ class Family:
         """Replace the parameters that a file stores as one tensor with this tensor, in place."""
 
     def uses_every_parameter(self, config: ModelConfig, index: int) -> bool:
-        """Return True if decoder layer `index` uses all its parameters for each token, so that all get a gradient."""
+        """Return True if decoder layer `index` uses all its parameters for each token, so each gets a gradient."""
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
         """Prepare a sharded model whose layers use only some of their parameters for each token.
 
-        If a rank uses a parameter, all ranks must run the layer of the parameter, because they gather its weights.
+        If a rank uses a parameter, all ranks must run the parameter's layer, because they gather its weights together.
 
         Args:
             sum_counts: function that adds up a list of counts over all ranks.
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:
-        """Parse video_preprocessor_config.json; None stands for Qwen2.5-VL's preprocessing of videos."""
+        """Parse video_preprocessor_config.json; None stands for Qwen2.5-VL's video preprocessing."""
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return the content of video_preprocessor_config.json, or {} to copy the file of the loaded model.
+        """Return the content of video_preprocessor_config.json, or {} to copy the loaded model's file.
 
         Args:
             options: the recipe's section data.video.

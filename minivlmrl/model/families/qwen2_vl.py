@@ -27,7 +27,7 @@ class QuickGELUMLP(nn.Module):
 
 @dataclass
 class Tower:
-    """Fields of Qwen2-VL's vision_config in config.json that have other names in the class VisionConfig."""
+    """Fields of Qwen2-VL's vision_config in config.json that have different names in the class VisionConfig."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size in VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim

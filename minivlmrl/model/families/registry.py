@@ -1,4 +1,4 @@
-"""Registry of the model families, and the names of their parameters in files of weights."""
+"""Registry of the model families, and the names of their parameters in weight files."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ def family_of(model: VisionLanguageModel) -> Family:
 
 
 def hub_name(name: str) -> str:
-    """Convert the name of a tensor in a file of weights to the parameter's name in minivlmrl.
+    """Convert the name of a tensor in a weight file to the parameter's name in minivlmrl.
 
     Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x.
     """
