@@ -1,7 +1,7 @@
 """Optional features. A recipe that uses no optional feature runs the same without the folder extras/.
 
-The core loads a module of extras/ by its name: for each run, the callbacks that watch it (run/callbacks.py lists them),
-and the other modules when a recipe, a command line or a model's config.json names the feature:
+The core loads the modules of extras/ by name. Every run loads the callbacks that watch it (run/callbacks.py lists
+them). The other modules are loaded only if a recipe, a command line or a model's config.json names the feature:
 
 | here | what it is | named by |
 |---|---|---|

@@ -25,8 +25,8 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether an AdamW moment can h
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores the rounding error of each 16-bit weight in another 16 bits, so that small updates accumulate
-    instead of being lost.
+    Kahan summation stores the rounding error of each 16-bit weight in 16 additional bits, so that small updates
+    accumulate instead of being lost.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -55,7 +55,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
     def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
-        """Update a chunk of rows in place by AdamW (arXiv 1711.05101, algorithm 2)."""
+        """Update a chunk of rows in place with AdamW (arXiv 1711.05101, algorithm 2)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]

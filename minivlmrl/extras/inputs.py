@@ -186,7 +186,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if a text of the row is missing in the prompt's tokens, or is tokenized differently."""
+    """Yield a problem if a text of the row is missing from the prompt's tokens, or is tokenized differently."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"
@@ -194,5 +194,5 @@ def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
     for is_special, run in groupby(ids, special.__contains__):
         between = list(run)
         if not is_special and tokenizer.encode(tokenizer.decode(between)) != between:
-            yield "the text is not divided into tokens as the tokenizer divides it"
+            yield "the text is not tokenized as the tokenizer would tokenize it"
             return

@@ -41,7 +41,7 @@ def kto_loss(
         beta: log-ratio factor, > 0.
         desirable_weight, undesirable_weight: weights for good and bad answers.
         ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
-        kl: scalar without gradient, see kto_kl; needed for loss_type kto.
+        kl: scalar without gradient; see kto_kl; required for loss_type kto.
     Returns:
         The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad answers, NaN if the batch
         has none) and kl.
@@ -52,7 +52,7 @@ def kto_loss(
     zero_point = u.new_zeros(())
     if loss_type == "kto":
         if kl is None:
-            raise ValueError("loss_type kto needs kl, see kto_kl")
+            raise ValueError("loss_type kto needs kl; see kto_kl")
         zero_point = kl
     good = labels.bool()
     z = beta * torch.where(good, u - zero_point, zero_point - u)
@@ -73,7 +73,7 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 
     Args:
         per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers to *other* prompts,
-            as in KTO's z_0. TRL takes the preceding row's answer.
+            as in KTO's z_0. TRL uses the preceding row's answer.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)

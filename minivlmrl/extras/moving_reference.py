@@ -1,4 +1,4 @@
-"""A reference model that follows the policy (TR-DPO, arXiv 2404.09656), with the option names of TRL.
+"""A reference model that follows the policy (TR-DPO, arXiv 2404.09656), with TRL's option names.
 
 Every ref_model_sync_steps optimizer steps of a stage, each weight of the reference becomes
 

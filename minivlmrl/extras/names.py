@@ -1,4 +1,4 @@
-"""What to write for a name that is no option: names of other projects, and options that earlier versions had.
+"""Suggestions for names that are not options: option names from other projects and from earlier versions.
 
 docs/coming_from.md explains the names of other projects.
 """
@@ -38,18 +38,18 @@ HERE = {
     "vllm_enable_prefix_caching": "sampling.vllm={enable_prefix_caching: true}",
 }
 
-# {name: why there is nothing to write}
+# {name: why no option is needed}
 NOTHING = {
-    "device": "a run takes a GPU if PyTorch sees one, and otherwise the CPU; CUDA_VISIBLE_DEVICES chooses GPUs, and "
+    "device": "a run uses a GPU if PyTorch sees one, and otherwise the CPU; CUDA_VISIBLE_DEVICES selects GPUs, and "
     "CUDA_VISIBLE_DEVICES=-1 the CPU",
-    "attn_implementation": "there is one attention, which takes the fastest kernel that the GPU has",
-    "use_liger_loss": "the log-probabilities never need all logits in memory, with our own kernel",
-    "use_liger_kernel": "the log-probabilities never need all logits in memory, with our own kernel",
+    "attn_implementation": "there is only one, which uses the fastest attention kernel that the GPU has",
+    "use_liger_loss": "our own kernel computes log-probabilities without keeping all logits in memory",
+    "use_liger_kernel": "our own kernel computes log-probabilities without keeping all logits in memory",
     "remove_unused_columns": "a run keeps every column, and passes it to the rewards",
-    "trust_remote_code": "a model's folder runs no code",
+    "trust_remote_code": "code in a model's folder is never run",
     "logging_steps": "every step is logged",
     "vllm_device": "vLLM runs on the GPU of its rank",
-    "vllm_guided_decoding_regex": "completions are sampled freely; give a reward for the format",
+    "vllm_guided_decoding_regex": "completions are sampled freely; use a reward for the format",
     "local_rank": "torchrun sets the rank in the environment",
 }
 
@@ -106,10 +106,10 @@ REMOVED = {
 
 
 def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
-    """Say what to write in place of an unknown name, or return "" for a name that is in no table.
+    """Return what to write in place of an unknown name, or "" for a name that is in none of the tables.
 
     Args:
-        section: path of the section in which the name stands, with a dot at the end, or "".
+        section: path of the section that contains the name, with a dot at the end, or "".
         key: the unknown name.
         dashes: "--" on the command line, otherwise "".
         options: paths of all options.

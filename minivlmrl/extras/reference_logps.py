@@ -2,7 +2,7 @@
 
 With `dpo.precompute_ref_log_probs`, the policy itself computes them when the stage begins, because it still equals the
 reference. They are written to reference_logps.safetensors in output_dir, where a resumed run finds them. A row can also
-bring its own sums, as TRL's columns ref_chosen_logps and ref_rejected_logps.
+provide its own sums, in TRL's columns ref_chosen_logps and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ class StoredReference:
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # no weights, which a checkpoint would save
+        self.model = nn.Module()  # has no weights, because a checkpoint would save them
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Return the reference's log-probability of each token, in nats: (answers, tokens)."""
@@ -53,7 +53,7 @@ class StoredReference:
             chosen, rejected = found[2 * number], found[2 * number + 1]
             sums = sums_of(prompt)
             if sums is not None:
-                # DPO adds up the tokens of an answer, so the whole sum may stand at the first token.
+                # DPO adds up the tokens of an answer, so the whole sum may be stored at the first token.
                 chosen[0], rejected[0] = sums
                 continue
             values = self.stored.get(key_of(prompt, ids))
@@ -77,7 +77,7 @@ class ReferenceLogps(Callback):
         self.file = Path(config.output_dir, FILE)
         if config.reference.path is not None:
             raise ValueError(
-                "dpo.precompute_ref_log_probs computes with the policy, so reference.path must be null. Set model.path "
+                "dpo.precompute_ref_log_probs uses the policy, so reference.path must be null. Set model.path "
                 "to this folder, or leave out precompute_ref_log_probs"
             )
         if config.data.skip_unreadable:
@@ -148,7 +148,7 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return the sums of log-probabilities, in nats, that a row brings for its chosen and rejected answer.
+    """Return the sums of log-probabilities, in nats, that a row provides for its chosen and rejected answer.
 
     Raises:
         ValueError: only one of the two columns has a value, or a value is not a log-probability.

@@ -69,8 +69,8 @@ def main(arguments: list[str]) -> int:
     same = compare(folder, stage, number, completions, metrics)
     for name, is_same in same.items():
         difference = (
-            "differs from the replayed step. Possible reasons are another CPU, another number of threads or ranks, "
-            "another version of torch, and options that were changed before the run was resumed."
+            "differs from the replayed step. Possible reasons are a different CPU, number of threads, number of "
+            "ranks or version of torch, and options that were changed before the run was resumed."
         )
         print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:

@@ -39,7 +39,7 @@ BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    margin: Tensor  # (pairs,): wanted difference between the scores of the chosen and the rejected answer
+    margin: Tensor  # (pairs,): desired difference between the scores of the chosen and the rejected answer
 
 
 class RewardTrainer(PairTrainer):

@@ -69,9 +69,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     Args:
         loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
             None means the loss_type in `args`.
-        kl_estimator: KL estimator, see kl_term. `args` has all other loss options.
+        kl_estimator: KL estimator; see kl_term. `args` has all other loss options.
     Raises:
-        ValueError: `args` names another loss than `loss`, or has an option that cannot be computed.
+        ValueError: `args` names a different loss than `loss`, or sets an option that is not supported.
     """
 
     def __init__(

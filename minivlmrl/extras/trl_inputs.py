@@ -37,7 +37,7 @@ class InputCheck(TrainerCallback):
 
     InputCheck replaces each image of the first micro-batch with a gray one, and tests whether the outputs change.
     To check the images, the model runs up to nine times without gradients. If FSDP or DeepSpeed shards the weights,
-    InputCheck only warns of image placeholders without images. InputCheck changes no weights and no random numbers.
+    InputCheck only warns about image placeholders without images. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -88,7 +88,7 @@ class InputCheck(TrainerCallback):
             if isinstance(kwargs.get(pixels), Tensor):
                 shown.append(kind)
             elif ids is not None and number is not None and (ids == number).any():
-                self.problems.append(f"the tokens have places for {kind}s, but there are no {kind}s")
+                self.problems.append(f"the tokens have placeholders for {kind}s, but there are no {kind}s")
         if shown and not self.has_media and not is_sharded(model):
             self.is_comparing = True
             try:
@@ -141,8 +141,8 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
         raise ValueError(
-            f"the model returns none of {', '.join(OUTPUTS)}, so the check of its images is not "
-            "possible; remove the callback InputCheck"
+            f"the model returns none of {', '.join(OUTPUTS)}, so InputCheck cannot check its "
+            "images; remove this callback"
         )
     if ids is None or output.dim() < 2 or ids.shape[1] < output.shape[1]:
         return output

@@ -1,8 +1,8 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. One warning
-does not wait: after the first step, a run warns if all completions earn the same, which is the commonest mistake. A
-warning is not repeated while its condition continues to hold.
+Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. There is one exception:
+a run warns already after the first step if all completions earn the same reward, because this is the most common
+mistake. A warning is not repeated while its condition continues to hold.
 """
 
 import json
@@ -101,7 +101,7 @@ class WarningRules:
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
                     f"The mean of reward {name} is {trained:.3g} on training rows, but only {max(held_out):.3g} on "
-                    "held-out rows. If the held-out rows are not harder, the model learns the training rows by heart; "
+                    "held-out rows. If the held-out rows are not harder, the model memorizes the training rows; "
                     "use more rows, or fewer steps in each stage."
                 )
 
@@ -175,7 +175,7 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out `format` if answers have no tags, because a note before the first step advises to remove it."""
+        """Leave out the reward `format` if answers have no tags, because a note has already advised removing it."""
         has_tags = self.run.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
@@ -206,7 +206,7 @@ class WarningRules:
             yield (
                 "equal",
                 "All completions of each group have the same reward, so nothing is learned. If the prompts are too "
-                "easy or too hard, use other prompts or raise num_generations. If sampling.temperature "
+                "easy or too hard, use different prompts or raise num_generations. If sampling.temperature "
                 f"({sampling.temperature:g}) is low or sampling.top_k ({sampling.top_k}, 0 disables it) is small, the "
                 "same text is sampled repeatedly; set them to 1.0 and 0.",
             )

@@ -60,12 +60,12 @@ def grpo_loss(
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
         advantages: (B,), one advantage for each completion, or (B, T), one for each token.
         mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
-        loss_type: selects the term and the average, see TERMS and AVERAGES.
-        importance_sampling_level: selects the ratio, see RATIOS; "sequence" is GSPO.
+        loss_type: selects the term and the average; see TERMS and AVERAGES.
+        importance_sampling_level: selects the ratio; see RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
         kl_estimator: estimator of the KL, see kl_term.
-        use_bias_correction_kl: if True, multiply the KL by the ratio, see correct_kl.
+        use_bias_correction_kl: if True, multiply the KL by the ratio; see correct_kl.
         old_per_token_logps: (B, T), log-probabilities under the policy that sampled the completions. None means that
             the trained policy itself sampled them, so the ratio is 1.
         ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta is not 0.

@@ -104,7 +104,7 @@ def ppo_loss(
         cliprange: eps, at least 0. The ratio is clipped to [1 - eps, 1 + eps], and a value to its old value -+ eps.
         vf_coef: value loss weight.
         old_per_token_logps, old_values: (B, T), per_token_logps and values at sampling time.
-        advantages, returns: (B, T), see gae.
+        advantages, returns: (B, T); see gae.
         normalizer: LossNormalizer whose `tokens` is the divisor; by default the mask's sum.
     Returns:
         The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...

@@ -124,7 +124,7 @@ def dpo_loss(
             "sft"] with [0.8, 0.2, 1.0].
         beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
-        f_divergence_type: divergence between policy and reference, see f_score.
+        f_divergence_type: divergence between policy and reference; see f_score.
         f_alpha_divergence_coef: alpha in alpha_divergence.
         ld_alpha: LD-DPO's weight, from 0 to 1, for tokens beyond the length of the pair's shorter answer; None is 1.
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
@@ -192,7 +192,7 @@ def dpo_loss(
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute WPO's weight for each pair, (B,); it is large if the policy is likely to write both answers.
 
-    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers, see `dpo_loss`. All
+    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers; see `dpo_loss`. All
     arguments have shape (B, 2, T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)

@@ -1,7 +1,7 @@
 """Save and load checkpoints, from which training continues as if it had never stopped.
 
 output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
-    *.safetensors            weights and optimizer moments, see run/checkpoint_files.py
+    *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
@@ -150,7 +150,7 @@ class CheckpointManager:
         self.resumed = None  # checkpoint folder that the next stage loads
         self.saved_steps = 0  # optimizer steps at the last checkpoint
         self.saved_time = clock()  # time of the last checkpoint
-        self.stage = ""  # the stage that has begun, see `restore`
+        self.stage = ""  # the stage that has begun; see `restore`
         self.can_save = True  # False while a rollout is in use
         signals.can_stop = lambda: self.can_save
 

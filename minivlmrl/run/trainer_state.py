@@ -24,10 +24,10 @@ class TrainerState:
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far, negated if training lowers the metric
     seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
-    recipe: dict = field(default_factory=dict)  # the recipe's options, see recipe_values in run/checkpoints.py
+    recipe: dict = field(default_factory=dict)  # the recipe's options; see recipe_values in run/checkpoints.py
     # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save, see Callback.state_dict
+    logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save; see Callback.state_dict
 
     def begin_stage(self, number: int):
         self.stage = number

@@ -25,7 +25,7 @@ def find_class(stage: str) -> type[Trainer]:
             if getattr(trainer, method) is getattr(Trainer, method):
                 raise ValueError(
                     f"the class {trainer.__name__} has no method {method}; "
-                    "define this method, see minivlmrl/trainers/base.py"
+                    "define this method; see minivlmrl/trainers/base.py"
                 )
     return trainer
 

@@ -10,7 +10,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# metrics of GRPO's loss that add up over the micro-batches of a step, see GRPOTrainer.over_step
+# metrics of GRPO's loss that add up over the micro-batches of a step; see GRPOTrainer.over_step
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 

@@ -195,7 +195,7 @@ def test_no_column_is_refused_for_its_name(write_rows):
     assert (
         "columns answer, choices, completions, documents, functions, history, label, " in note and "and 14 more" in note
     )
-    assert "rewards receive another argument completions and log_metric and row_rewards from minivlmrl" in note
+    assert "rewards receive other values for completions and log_metric and row_rewards from minivlmrl" in note
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     prompts = [rows[0].prompt(processor)]
     columns = reward_columns([rows[0]], prompts, [[Completion(torch.tensor([1]))]], processor)

@@ -58,15 +58,15 @@ def test_boxes_that_no_reward_can_parse_are_reported():
 
 
 def points(answer_texts, solution, **columns):
-    """Return 20 for a right answer, and -5 for any other answer."""
+    """Return 20 for a correct answer, and -5 for any other answer."""
     return [25.0 * (answer == truth) - 5 for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
 @pytest.mark.parametrize(("function", "num_yes", "drawn", "says"), [
     ("accuracy", 20, range(16), None),  # all 16 rows of the sample have the solution yes
-    ("accuracy", 36, range(21, 37), "scores 0.90 times as much as right answers"),
+    ("accuracy", 36, range(21, 37), "scores 0.90 times as much as correct answers"),
     (points, 30, range(20, 36), None),
-    (points, 38, range(23, 39), "scores 0.94 times as much as right answers"),  # ((20 * 38 - 5 * 2) / 40) / 20
+    (points, 38, range(23, 39), "scores 0.94 times as much as correct answers"),  # ((20 * 38 - 5 * 2) / 40) / 20
 ])  # fmt: skip
 def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, num_yes, drawn, says):
     PIL.Image.new("RGB", (28, 28)).save(tmp_path / "0.png")
@@ -106,7 +106,7 @@ def cached():
 
 
 def small(answer_texts, solution, **columns):
-    """Return 0.1 for a right answer, and 0 for any other answer."""
+    """Return 0.1 for a correct answer, and 0 for any other answer."""
     return [0.1 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
@@ -115,8 +115,8 @@ def shape_rows():
     return [replace(row, completion=f"<answer>{row.columns['solution']}</answer>") for row in rows]
 
 
-LIST = "solutions of all checked rows, and {} for right answers, so the policy would learn to write this list"
-CACHE = "but 0.00 if the same text was scored for another row before. If the function caches values"
+LIST = "solutions of all checked rows, and {} for correct answers, so the policy would learn to write this list"
+CACHE = "but 0.00 if the same text was first scored for another row. If the function caches values"
 
 
 @pytest.mark.parametrize(("function", "says"), [
@@ -144,7 +144,7 @@ def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
     write_lines(tmp_path / "rows.jsonl", lines)
     [said] = check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl"))
     where = f"{tmp_path}/rows.jsonl"
-    assert said.startswith("1 row with the prompt and the images of an earlier row, but another solution: ")
+    assert said.startswith("1 row with the prompt and images of an earlier row, but a different solution: ")
     assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in said
     assert not list(check_rows.check_twice(shapes.Shapes(4, "own")))
 
@@ -153,9 +153,9 @@ def tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Right answers score less than a word that"])])
+@pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Correct answers score less than a word that"])])
 def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
-    """With the weight 0.01, 1,000 tokens score 10, and a right answer scores 5."""
+    """With the weight 0.01, 1,000 tokens score 10, and a correct answer scores 5."""
     rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
     rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
     found = findings(rewards, rows, [5.0, weight], max_new_tokens=1000)
@@ -179,7 +179,7 @@ def as_python(answer_texts, solution, **columns):
     (as_python, lambda color: f"['{color}']", ["4 of 4 solutions that were checked are lists"]),
 ])  # fmt: skip
 def test_solutions_that_are_lists(reward, solution, said):
-    """Each text in a list is a right answer, but a list of numbers is one answer."""
+    """Each text in a list is a correct answer, but a list of numbers is one answer."""
     colors = "red", "green", "blue", "yellow"
     shown = zip(colors, shapes.Shapes(4, "own"), strict=True)
     rows = [replace(row, columns=row.columns | {"solution": solution(color)}) for color, row in shown]

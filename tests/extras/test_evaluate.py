@@ -117,7 +117,7 @@ def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
     assert f"recipe: {alone / 'minivlmrl.yaml'}" in capsys.readouterr().out
     (tmp_path / "other.yaml").write_text("data: {prompt_template: 'Look. {problem}'}")
     evaluate("--rows=2", "--recipe=other.yaml", model=alone)
-    assert "trained, has other values of data.system_prompt, data.answer_format\n" in capsys.readouterr().err
+    assert "trained, sets other values for data.system_prompt, data.answer_format\n" in capsys.readouterr().err
     (alone / "minivlmrl.yaml").unlink()
     assert evaluate("--rows=2", "--sampling.stop_strings=[x]", model=alone)[0] != lines
 

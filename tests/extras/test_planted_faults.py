@@ -52,7 +52,7 @@ def one_class(number: int, row: dict) -> dict:
 
 
 def asked_before(number: int, row: dict) -> dict:
-    """Ask the same question again after the right answer."""
+    """Ask the same question again after the correct answer."""
     turns = [("user", "Name it."), ("assistant", row["solution"]), ("user", "And now in capitals.")]
     return {"prompt": [{"role": role, "content": text} for role, text in turns], "problem": None}
 
@@ -75,7 +75,7 @@ FAULTS = {
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"], run=("are zero", "lower grpo.learning_rate")),
     "rows without pictures": Fault(
-        change={"image": None}, check=("has an image or a video", "Call the column with the images image or images")),
+        change={"image": None}, check=("has an image or a video", "with the images must be named image or images")),
     "a reward that always says 1": Fault(
         ["--rewards={one.py:one: 1}"],
         check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
@@ -86,7 +86,7 @@ FAULTS = {
     "demonstrations without the tags in which answers are looked for": Fault(
         ["--stages=[sft, grpo]"], {"completion": "dog"},
         check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole")),
-    "a reward that likes what is no answer": Fault(
+    "a reward that likes what is not an answer": Fault(
         ["--rewards={one.py:words: 1}"],
         check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer")),
     # faults of rows
@@ -120,18 +120,18 @@ FAULTS = {
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
-        check=("Right answers do not score higher", "Check the weights of the rewards")),
+        check=("Correct answers do not score higher", "Check the weights of the rewards")),
     # faults of the evaluation and of labels
     "a single evaluation row": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
         check=("There is only 1 evaluation row", "Use at least 100 rows")),
     "evaluation pictures are training pictures": Fault(
         ["--data.eval_file=eval.jsonl"], shown_again,
-        check=("8 of 8 images of the evaluation rows equal images of the training rows", "Use other images")),
+        check=("8 of 8 images in the evaluation rows are identical to images in the training rows", "Use different")),
     "an empty solution of an evaluation row": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
         check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution")),
-    "two names of one label": Fault(
+    "two names for one label": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
         check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label")),
     "one of eight prompts lacks the tag <image>": Fault(
@@ -144,7 +144,7 @@ FAULTS = {
         change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution")),
     "evaluation rows of nearly one class": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
-        check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions")),
+        check=("scores 0.88 times as much as correct answers of the evaluation rows", "Balance the solutions")),
     "a reward with noise that reads the solution": Fault(
         ["--rewards={one.py:noisy: 1}"],
         check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers")),

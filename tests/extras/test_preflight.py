@@ -277,7 +277,7 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     write_lines(tmp_path / "eval" / "rows.jsonl", rows)
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
     cure = "so they measure memorization; remove them from data.eval_file"
-    said = f"1 of 2 evaluation rows are also training rows of grpo, the first is {tmp_path}/eval/rows.jsonl:1, {cure}"
+    said = f"1 of 2 evaluation rows are also training rows of grpo (the first is {tmp_path}/eval/rows.jsonl:1), {cure}"
     assert notes(grpo=training, eval=held_out) == [said]
     assert notes(grpo=training.select(training.facts[::2]), eval=held_out) == []
     assert notes(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
@@ -290,7 +290,7 @@ def test_the_unit_of_boxes_in_answers_is_said(write_rows):
     rows = FileDataset(write_rows(*({"problem": "a", "completion": text} for text in answers)))
     processor = replace(PROCESSOR, box_space="thousandths")
     [note] = describe_boxes({"sft": find_trainer("sft", RunConfig())}, {"sft": rows}, processor)
-    assert "answers contain boxes such as [1, 2, 30, 40], which are trained as they are. The unit of this model" in note
+    assert "answers contain boxes such as [1, 2, 30, 40], which are trained on unchanged. This model's unit is" in note
     assert "is thousandths (data.box_space)" in note
     assert not list(describe_boxes({"grpo": find_trainer("grpo", RunConfig())}, {"grpo": rows}, processor))
     rows = FileDataset(write_rows({"problem": "a", "completion": "(1, 2), (3, 4)", "box_space": "unit"}))

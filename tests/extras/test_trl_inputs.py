@@ -14,7 +14,7 @@ from tests.record.trl_fixtures import distinct, model, picture, processor, quest
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
 GENERATION = {"num_generations": 2, "max_completion_length": 6}
 GRAY, BLIND = "the outputs of the model do not change if ", r"\d+ of \d+ trained parameters get no gradient, .*visual"
-LEGS = "the tokens have places for images, but there are no images"
+LEGS = "the tokens have placeholders for images, but there are no images"
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,7 @@ def linked_license(folder):
 @pytest.mark.parametrize(("change", "says"), [
     (other_patches, r"copy/config\.json: vision_config.patch_size is 7, but it must be 14 as in preprocessor_config"),
     (config(image_token_id=5), r"copy/config\.json: image_token_id is 5, but it must be \d+ as in tokenizer\.json"),
-    (large_id, r"vocab_size is 8000, but it must be at least 9001, .*; if .* call model.resize_token_embeddings\(9001\)"),
+    (large_id, r"vocab_size is 8000, but it must be at least 9001, .*; if .* model.resize_token_embeddings\(9001\)"),
     (linked_license, "LICENSE is a link to .*secret, outside its folder. Replace the link"),
 ])  # fmt: skip
 def test_a_folder_whose_files_do_not_fit_is_refused(copy, change, says):

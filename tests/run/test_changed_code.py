@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_imported_twice_has_no_trial(run, plain, write, mo
     monkeypatch.setattr(sys, "seen", True, raising=False)
     monkeypatch.delattr(sys, "seen")
     run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=1")
-    said = "no trial call of the rewards, because a file cannot be imported twice: KeyError('registered twice')"
+    said = "the rewards were not tried, because a file cannot be imported twice: KeyError('registered twice')"
     assert said in capsys.readouterr().out
 
 

@@ -280,7 +280,7 @@ RETURNED = {
         "scalar": ("logps.sum()", rf"returned tensor\(-\d.* {DICTIONARY}"),
         "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[ *-\d.* {DICTIONARY}"),
         "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
-        "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* other names than stage, step and loss"),
+        "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* no metric may be named stage, step or loss"),
         "no_options": ("logps.sum(), {}", None),
     },
     "advantages": {

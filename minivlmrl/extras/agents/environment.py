@@ -19,11 +19,11 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
 
 class Environment(Protocol):
-    """An environment holds the state of one completion, and has the tools that the completion may call.
+    """An environment holds the state of one completion, and provides the tools that the completion may call.
 
     Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the method `reset`
     is required. An environment ends its completion by setting its attribute `done` to True. An environment can change a
-    setting by an attribute, for example `max_tool_calls = 3`; the class Settings lists all settings.
+    setting with an attribute, for example `max_tool_calls = 3`; the class Settings lists all settings.
     """
 
     def reset(self, **columns) -> None:
@@ -130,8 +130,8 @@ def environment_reward(
 
     Args:
         environments: each completion's environment, or None.
-        turn_texts: the turn texts for each completion.
-        columns: the data set's columns, which are ignored.
+        turn_texts: each completion's turn texts.
+        columns: the dataset's columns, which are ignored.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -166,7 +166,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read an environment's settings from its attributes; an attribute that is missing has the default value."""
+    """Read an environment's settings from its attributes; a missing attribute has the default value."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):

@@ -1,4 +1,4 @@
-"""Generate the JSON schema of a Python function, as get_json_schema of transformers does."""
+"""Generate the JSON schema of a Python function, as transformers' get_json_schema does."""
 
 import inspect
 import json

@@ -69,7 +69,7 @@ def answer_call(
     If a tool call fails or its result is too large, the model reads the text "error: ..." as the result.
 
     Args:
-        name, inside: the call, see Call.
+        name, inside: the call; see Call.
         processor: processor that will encode the images in the result.
 
     Returns:
@@ -204,7 +204,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a tool call in Qwen3.5's <function=...> format, or return None for another format."""
+    """Parse a tool call in Qwen3.5's <function=...> format, or return None for any other format."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -268,7 +268,7 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: each result's message parts.
-        opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty, there must be one
+        opening: text pieces that open the next assistant turn; see `turn_opening`. If it is empty, there must be one
             result, which is rendered as <result>...</result> inside the policy's turn. Otherwise the results are
             rendered in a user turn, and `opening` follows it.
     """

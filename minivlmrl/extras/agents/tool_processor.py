@@ -11,7 +11,7 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor of a run in which completions may call tools."""
+    """Processor for a run in which completions may call tools."""
 
     tools: Sequence[str] = ()  # names of the tools
 
@@ -35,7 +35,7 @@ class ToolProcessor(Processor):
             if continues and is_trained(turn) != is_trained(joined[-1]):
                 raise ValueError(
                     "the result of a tool that is called in tags is part of an assistant turn, but only one of the "
-                    "assistant turns before and after the result has a loss; give both a loss or none"
+                    "assistant turns before and after the result has a loss; train on both turns or on neither"
                 )
             if is_answered or continues:
                 joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}

@@ -101,7 +101,7 @@ class ToolEpisode:
         """Execute tool calls, and append their results to the completion.
 
         Args:
-            turn_ended: whether the policy ended its turn, see encode_answers.
+            turn_ended: whether the policy ended its turn; see encode_answers.
             tokens_left: number of tokens that may still be added to the completion.
 
         Returns:
@@ -316,7 +316,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # An image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id, so `start` is computed again.
+        # An image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id, so `start` is recomputed.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -421,7 +421,7 @@ def step_episodes(
     """Append one sampled token to each completion of a batch.
 
     Args:
-        rows: (r,), the episode index of each token. For turn_ends and text_ends, see ToolEpisode.step.
+        rows: (r,), the episode index of each token. For turn_ends and text_ends; see ToolEpisode.step.
 
     Returns:
         (r,) bool: True for each completion that ends.

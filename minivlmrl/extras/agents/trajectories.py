@@ -207,7 +207,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"observe must return a list of messages, but returned {excerpt(messages, 40)}")
     check_messages(messages)
-    messages = valid_text(messages)  # a policy can make a tool store a character without tokens
+    messages = valid_text(messages)  # a policy can make a tool store text that UTF-8 cannot encode
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")

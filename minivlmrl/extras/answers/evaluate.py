@@ -1,4 +1,4 @@
-"""Answer the rows of a data file, and write one line per row and a summary; the command `evaluate` also scores answers.
+"""Answer the rows in a data file, and write one line per row and a summary; the command `evaluate` also scores answers.
 
 minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -8,9 +8,10 @@ torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPU
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations. As in the evaluations of a run, the recipe's top_k, top_p, min_p and repetition_penalty are not used. The
 default recipe is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml with the prompt template {problem}.
-If the model lies in the folder of a run, and config.yaml of this run has all options in minivlmrl.yaml, config.yaml is
-the recipe, because it also has the rewards. --model is the folder of a model or of an adapter, whose options are read
-from this folder, and adapter.quantize from the recipe that trained the adapter.
+If the model is in the folder of a run, and the run's config.yaml contains all options in minivlmrl.yaml, then
+config.yaml is the recipe, because it also lists the rewards. --model is the folder of a model or of an adapter. The
+options of an adapter are read from its folder, except adapter.quantize, which is read from the recipe that trained the
+adapter.
 """
 
 import argparse
@@ -146,13 +147,15 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print which prompt options had other values when the model was trained."""
+    """Print which prompt options had different values when the model was trained."""
     trained = find_recipe(options.model) if options.recipe else None
     data = read_section(trained, "data")
     names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in data]
     changed = [f"data.{name}" for name in names if data[name] != getattr(config.data, name)]
     if changed:
-        print(f"{trained}, with which the model was trained, has other values of {', '.join(changed)}", file=sys.stderr)
+        print(
+            f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}", file=sys.stderr
+        )
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:

@@ -2,10 +2,10 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-The command `check` reads the rows, and computes the rewards of right answers and of texts that are no answers. Each
+The command `check` reads the rows, and computes the rewards of correct answers and of texts that are not answers. Each
 problem that `check` finds is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem,
-otherwise 0. No files are written. `check` samples no completions, because training warns within ten steps about
-completions that are truncated, lack the format, or do not differ in their rewards.
+otherwise 0. No files are written. `check` does not sample completions, because training warns within ten steps about
+completions that are truncated, lack the format, or all get the same reward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Yield a message with cause and fix for each problem of a recipe's options, rows and rewards."""
+    """Yield a message with cause and fix for each problem in a recipe's options, rows and rewards."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
     for callback in callbacks:

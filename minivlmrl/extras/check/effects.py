@@ -1,8 +1,8 @@
-"""Find the options that a recipe sets, although they have no effect because of another option.
+"""Find the options that a recipe sets although they have no effect because of another option.
 
-Such an option is not an error, so that a recipe can be changed by one option, as in --grpo.num_iterations=1. A run
-prints a note. Options that contradict each other are errors, which minivlmrl/config/options.py raises beside the
-options.
+Such an option is not an error, so a recipe can be changed with a single option, as in --grpo.num_iterations=1; a run
+only prints a note. Options that contradict each other are errors, which are raised in minivlmrl/config/options.py,
+where the options are defined.
 """
 
 import inspect
@@ -57,7 +57,7 @@ RULES: list[Rule] = [
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",
      lambda r: r.sampling.engine == "native" and r.adapter.dropout > 0),
-    ("reward_model.path", "no reward uses a reward model unless rewards has reward_model",
+    ("reward_model.path", "no reward uses a reward model unless rewards contains reward_model",
      lambda r: "reward_model" not in r.rewards),
     *((f"{stage}.min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is",
        lambda r, stage=stage: getattr(r, stage).lr_scheduler_type == "constant")
@@ -119,7 +119,7 @@ RULES: list[Rule] = [
 
 
 def options_without_effect(run: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield the options that a recipe sets without an effect, together with the reason."""
+    """Yield the options that a recipe sets but that have no effect, together with the reason."""
     for name in run.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in run.data.files:

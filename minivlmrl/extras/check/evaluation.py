@@ -26,7 +26,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
         return
     if len(held_out) == 1:
         yield (
-            "There is only 1 evaluation row, so its metrics say hardly anything. Use at least 100 "
+            "There is only 1 evaluation row, so its metrics say almost nothing. Use at least 100 "
             "rows (data.eval_file, data.eval_rows)."
         )
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
@@ -44,7 +44,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 
 
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
-    """Check for evaluation images that equal training images pixel by pixel."""
+    """Check for evaluation images that are identical to training images, pixel by pixel."""
     if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
     if rows_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
@@ -53,9 +53,9 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0
     if num_shared:
         yield (
-            f"{num_shared} of {len(held_out_images)} images of the evaluation rows equal images of "
-            f"the training rows of {stage} pixel by pixel, so the evaluation measures memorization "
-            "of images. Use other images in data.eval_file."
+            f"{num_shared} of {len(held_out_images)} images in the evaluation rows are identical to "
+            f"images in the training rows of {stage}, so the evaluation measures memorization "
+            "of images. Use different images in data.eval_file."
         )
 
 

@@ -52,9 +52,7 @@ class Preflight(Callback):
                     find(config)
             except Exception as error:  # the first import, before this one, had no error
                 if world.is_main:
-                    print(
-                        f"no trial call of the rewards, because a file cannot be imported twice: {excerpt(error, 200)}"
-                    )
+                    print(f"the rewards were not tried, because a file cannot be imported twice: {excerpt(error, 200)}")
             else:
                 try_rewards(config, needs, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
@@ -78,10 +76,10 @@ def print_all(notes: Iterable[str]):
 
 @contextmanager
 def fresh_import() -> Iterator[None]:
-    """Context manager in whose block the user's files are loaded again, so that a call changes no module of the run.
+    """Context manager that loads the user's files again for its block, so that a call cannot change the run's modules.
 
-    A reward could count its calls in a module, for example. A resumed run, which makes the trial call again, would
-    otherwise continue with other numbers.
+    For example, a reward could count its calls in a variable of its module. A resumed run makes the trial call again,
+    and would otherwise continue with a different count.
     """
     of_run = loaded_modules()
     for name in of_run:
@@ -89,7 +87,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # A file that the call has imported is remembered, because a resumed run compares all files of code.
+        # A file that the call has imported is remembered, because a resumed run compares all code files.
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
@@ -215,8 +213,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
         if repeated:
             first = held_out[repeated[0]].where or f"row {repeated[0]}"
             yield (
-                f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage}, the first is "
-                f"{first}, so they measure memorization; remove them from data.eval_file"
+                f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage} (the first is "
+                f"{first}), so they measure memorization; remove them from data.eval_file"
             )
         options = getattr(config, stage)
         if options.warmup_steps > options.max_steps:

@@ -1,4 +1,4 @@
-"""Check which rewards a recipe gives to right answers, demonstrations, empty texts and texts that exploit a reward."""
+"""Check which rewards a recipe gives to correct answers, demonstrations, empty texts and texts that exploit rewards."""
 
 import json
 import math
@@ -82,7 +82,7 @@ class Trial:
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Choose 16 rows of a dataset, with which `check` tests a recipe's rewards. Reward models are not tested."""
+    """Choose the 16 rows of a dataset with which `check` tests a recipe's rewards. Reward models are not tested."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -102,7 +102,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         mean = values.nanmean().item()
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
         if mean < 0.2 * highest:  # no fixed number, because a reward may have any scale
-            advice = "Check whether the labels are shuffled, or the reward expects another format."
+            advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
             yield (
@@ -117,8 +117,8 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether the answers in a row contradict the row's column `solution`.
 
-    A reward counts as high if it is above half of the highest reward. Three faults are counted: a good answer with a
-    low reward, a bad answer with a high reward, and a rejected answer with a higher reward than the chosen one.
+    A reward counts as high if it is above half of the highest reward. Three kinds of faults are counted: a good answer
+    with a low reward, a bad answer with a high reward, and a rejected answer with a higher reward than the chosen one.
     """
     names = trainer.answers
     # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
@@ -170,7 +170,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check that right answers score higher than texts that do not depend on the image."""
+    """Check that correct answers score higher than texts that do not depend on the image."""
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
     right_answers = trial.right_answers()
@@ -180,7 +180,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
     probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
-    text_lists = []  # n texts per probe, then the right answers
+    text_lists = []  # n texts per probe, then the correct answers
     for text in probes.values():
         text_lists.append([text.replace("{question}", text_of(row.messages[-1])) for row in rows])
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
@@ -208,21 +208,21 @@ def longest_text(trial: Trial) -> str:
 
 
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
-    """Check that right answers have a higher total reward than texts without an answer.
+    """Check that correct answers have a higher total reward than texts without an answer.
 
-    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the right answers.
+    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the correct answers.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
         yield (
-            "Right answers do not score higher than empty texts. Check the weights of the rewards, the columns that "
-            "the rewards read, and data.answer_format, which says how right answers are written."
+            "Correct answers do not score higher than empty texts. Check the weights of the rewards, the columns that "
+            "the rewards read, and data.answer_format, which says how correct answers are written."
         )
         return
     best = max(range(len(others)), key=others.__getitem__)
     if has_solutions and others[best] > right_mean:
         yield (
-            f"Right answers score less than {names[best]}: {right_mean:.2f} against "
+            f"Correct answers score less than {names[best]}: {right_mean:.2f} against "
             f"{others[best]:.2f} in total, so the policy would learn to write that text. Check the "
             "weights of the rewards, for example of a reward that grows with the number of tokens."
         )
@@ -246,8 +246,8 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check whether a reward compares answers with a text that no model would write, such as "['cat', 'kitten']".
 
-    A model would write an element of a list, the letter before a choice in the prompt (also if the solution is the
-    number of the choice), or a box in its own unit.
+    A model would write an element of a list, the letter before a choice in the prompt (even if the solution is the
+    choice's number), or a box in the model's own unit.
     """
     forms = [answer_forms(row, trial.processor) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -291,7 +291,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
     Labels with digits are not compared: 1-5 and 15 differ only in a hyphen, but are different answers.
     """
     solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
+    names = defaultdict(list)  # letters of a label -> solutions with these letters, most frequent first
     for solution, _ in solution_counts.most_common():
         letters = re.sub(r"[\W_]", "", normalize(solution))
         if letters.isalpha():
@@ -307,7 +307,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             if (wrong < right).any():
                 yield (
                     f"The solutions {excerpt(first, 60)} ({counted(solution_counts[first], 'row')}) and "
-                    f"{excerpt(other, 60)} ({counted(solution_counts[other], 'row')}) seem to be two names of one "
+                    f"{excerpt(other, 60)} ({counted(solution_counts[other], 'row')}) seem to be two names for one "
                     "label, but an answer with one name is wrong where the other one is the solution. Use one name for "
                     "each label."
                 )
@@ -317,9 +317,9 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether the most frequent solution, given as the answer to every row, scores as high as right answers.
+    """Check whether the most frequent solution, given as the answer to every row, scores as high as correct answers.
 
-    Example: if 70 % of the rows have the solution "no", always answering "no" scores 0.7, while right answers score 1.
+    Example: if 70 % of the rows have the solution "no", always answering "no" scores 0.7, and correct answers score 1.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -333,11 +333,11 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores far higher, the reward cannot read right answers; other checks report this.
+    # If the constant answer scores far higher, the reward cannot read correct answers; other checks report this.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {excerpt(format_completion(solution, trial.processor), 80)} scores "
-            f"{constant_mean / right_mean:.2f} times as much as right answers{of_rows}, so the "
+            f"{constant_mean / right_mean:.2f} times as much as correct answers{of_rows}, so the "
             f"policy hardly needs the images. Balance the solutions{of_rows or ' of the rows'}."
         )
 
@@ -352,7 +352,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward is high for a text that is no answer, such as an empty text."""
+    """Check whether a reward is high for a text that is not an answer, such as an empty text."""
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -370,16 +370,16 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
     if right_mean > 0 and mean > 0.8 * right_mean:
         yield (
             f"Reward {trial.rewards[0].name} is {mean:.2f} for a text that lists the {len(labels)} solutions of all "
-            f"checked rows, and {right_mean:.2f} for right answers, so the policy would learn to write this list. "
+            f"checked rows, and {right_mean:.2f} for correct answers, so the policy would learn to write this list. "
             "Compare the whole answer (column answer_texts) with the solution."
         )
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function's cache ignores the solution, so that a text has the same value in every row."""
+    """Check whether a reward function's cache ignores the solution, so a text has the same value in every row."""
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
-    pairs = []  # each row's answer, the row, and a row with another solution
+    pairs = []  # each row's answer, the row, and a row with a different solution
     for row, answer in zip(trial.rows, trial.right_answers(), strict=True):
         others = (other for other in trial.rows if other.columns.get("solution") != row.columns.get("solution"))
         pairs += [(answer, row, other) for other in islice(others, 1)]
@@ -397,8 +397,8 @@ def check_cache(trial: Trial) -> Iterator[str]:
         index = int(faults.int().argmax())
         yield (
             f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {excerpt(answers[index], 60)} to "
-            f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was scored for another row "
-            "before. If the function caches values, add the solution to the key of the cache."
+            f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was first scored for another "
+            "row. If the function caches values, add the solution to the cache key."
         )
 
 
@@ -411,16 +411,16 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows for each right answer."""
+    """Count the rows for each correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return the texts that may be right answers to a row; the last text is `str(solution)`.
+    """Return the texts that may be correct answers to a row; the last text is `str(solution)`.
 
     Examples: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. The
     solution "horse" gives `B` and `horse` if the prompt lists "B. horse", and the index "1" gives `B` and `1`. A box in
-    pixels of the file gives the box in the unit of the model.
+    pixels of the file gives the box in the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -444,7 +444,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
 
 
 def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
-    """Convert true boxes from pixels of the image file to the unit of the model's answers, as a text."""
+    """Convert true boxes from pixels of the image file to the unit of the model's answers, as text."""
     size, extent = image_extents(row, row.prompt(processor), processor)
     if size is None or extent is None or size == extent:
         return []

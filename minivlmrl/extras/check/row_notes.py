@@ -19,7 +19,7 @@ NUM_MEASURED = 16  # rows that are measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Yield a summary of the rows of each stage, and notes about what a stage would not read as it is written.
+    """Yield a summary of the rows of each stage, and notes about anything that a stage would not read as written.
 
     Raises:
         ValueError: a row is unreadable, and data.skip_unreadable is False.
@@ -107,7 +107,7 @@ def describe_unread(rows: FileDataset) -> str | None:
     note = f"no stage and no reward reads the columns {listed}{others}"
     if replaced:
         note += (
-            f"; rewards receive another argument {' and '.join(sorted(replaced))} from minivlmrl, see docs/rewards.md"
+            f"; rewards receive other values for {' and '.join(sorted(replaced))} from minivlmrl; see docs/rewards.md"
         )
     return note
 
@@ -142,8 +142,8 @@ def describe_boxes(
             if boxes:
                 space = facts.box_space or processor.box_space
                 yield (
-                    f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained as they are. The "
-                    f"unit of this model is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
+                    f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained on unchanged. This "
+                    f"model's unit is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
                     "file"
                 )
                 break

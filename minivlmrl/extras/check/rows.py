@@ -21,7 +21,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield a data file's rows without opening their images; of a generated dataset, yield only the first 1000 rows."""
+    """Yield a data file's rows without opening their images; for a generated dataset, yield only 1000 rows."""
     if isinstance(rows, FileDataset):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -79,7 +79,7 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
     if faults:
         pair = [f"{row.where} has {excerpt(row.columns.get('solution'), 60)}" for row in faults[0]]
         yield (
-            f"{counted(len(faults), 'row')} with the prompt and the images of an earlier row, but another solution: "
+            f"{counted(len(faults), 'row')} with the prompt and images of an earlier row, but a different solution: "
             f"{', and '.join(pair)}. Remove the wrong row of each pair."
         )
 
@@ -109,8 +109,8 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
         yield (
-            "None of the rows that were checked has an image or a video. Call the column with the "
-            "images image or images."
+            "None of the rows that were checked has an image or a video. The column with the images "
+            "must be named image or images."
         )
         return
     num_tokens = max(map(processor.image_processor.num_tokens, grids))
@@ -124,7 +124,7 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
 
     Questions that list all possible answers, such as "Is it a cat or a dog?", are allowed.
     """
-    answers = []  # for each row, the letters of its right answers
+    answers = []  # for each row, the letters of its correct answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
@@ -156,7 +156,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return each row's right answers; a solution that is a list of strings has several right answers."""
+    """Return each row's correct answers; a solution that is a list of strings has several correct answers."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")

@@ -3,10 +3,10 @@
     minivlmrl convert rows.json
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The converted file is
+The layout is recognized by the rows' columns; if two layouts fit, choose one with --layout. The converted file is
 written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
-layout cannot store. The command also converts all data sets in a YAML list of VLM-R1, and prints the recipe's option
-data.train.
+layout cannot store. The command also converts all datasets in a YAML list from VLM-R1, and prints the option data.train
+for the recipe.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
-    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # places of rows without one
+    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # where the rows without one are
 
     def converted() -> Iterator[dict]:
         for found in (dropped, changed, *lacking.values()):
@@ -91,7 +91,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         write(partial, out.suffix, converted)
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
-            print(f"{path}: a run reads its {counted(changed['rows'], 'row')} without a change", file=sys.stderr)
+            print(f"{path}: a run reads its {counted(changed['rows'], 'row')} unchanged", file=sys.stderr)
             report_lacking(lacking, changed["rows"])
             return path
         partial.replace(out)
@@ -116,11 +116,11 @@ def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> dict:
 
 
 def report_dropped(dropped: Counter, out: Path):
-    """Print what the conversion lost, and the unit of boxes that it wrote into texts."""
+    """Print what the conversion dropped, and the unit of the boxes that it wrote into the texts."""
     if dropped.pop(BOX_UNIT, 0):
         print(
-            "the boxes of `objects` stay in pixels of the image file. If your model answers in another unit, such as "
-            f"the thousandths of Qwen3-VL, run `python recipes/rescale_boxes.py {out} thousandths > rescaled.jsonl`. "
+            "the boxes of `objects` stay in pixels of the image file. If your model uses a different unit, such as "
+            f"Qwen3-VL's thousandths, run `python recipes/rescale_boxes.py {out} thousandths > rescaled.jsonl`. "
             "Add --questions if questions also contain boxes",
             file=sys.stderr,
         )
@@ -137,7 +137,7 @@ def has_answer(row: dict) -> bool:
 
 
 def report_lacking(lacking: dict[str, list[str]], num_rows: int):
-    """Print how many rows have no question or no answer; if no row has a question, data.prompt_template has it."""
+    """Print how many rows have no question or no answer; if no row has a question, data.prompt_template contains it."""
     refusals = {
         "question": "no question (problem, prompt or messages), for example {}: a run refuses them",
         "answer": "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them",
@@ -149,14 +149,14 @@ def report_lacking(lacking: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in an error, even for a value whose form no reader expects, such as a number for a list."""
+    """Name the row in an error, even for a value whose form no reader expects, such as a number instead of a list."""
     with error_context(where):
         try:
             yield
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
             raise ValueError(
-                f"a value has a form that no layout has ({type(error).__name__}: {error}); correct the row, or convert "
-                "it with your own function for --format"
+                f"a value has a form that fits no layout ({type(error).__name__}: {error}); correct the row, or "
+                "convert it with your own function for --format"
             ) from error
 
 
@@ -252,14 +252,14 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches of rows with equal columns, because pyarrow ignores a column that the first row does not have."""
+    """Yield batches of rows with the same columns, because pyarrow ignores columns that the first row lacks."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert each file in a YAML list of data sets, and yield the entries of the recipe's option data.train."""
+    """Convert each file in a YAML list of datasets, and yield the entries of the recipe's option data.train."""
     with error_context(path):
         content = parse_yaml(path.read_text(encoding="utf-8"))
         listed = content.get("datasets") if isinstance(content, dict) else None

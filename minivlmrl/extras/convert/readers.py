@@ -1,4 +1,4 @@
-"""Convert the columns of a row from the layout of another project to the layout in docs/data.md.
+"""Convert the columns of a row from another project's layout to the layout in docs/data.md.
 
 Unknown columns stay in the row.
 """
@@ -16,9 +16,9 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import check_field, counted, error_context, excerpt
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has another layout
+Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has a different layout
 ANSWERS = ("response", "output", "suffix", "answer")
-# columns of other projects that remain if another column has the same content; `convert` drops them
+# columns of other projects that are left over if another column has the same content; `convert` drops them
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -33,7 +33,7 @@ SPEAKERS = {  # {name of a speaker: role}
 KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn that a run reads
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
-# columns that may contain a list as a text, and among them those whose text is an answer
+# columns that may contain a list as text, and among them those whose text is an answer
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
@@ -65,7 +65,7 @@ class Columns(dict):
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Read lists that are written as text, and move boxes, image tags and answer choices into the texts."""
+    """Parse lists that are written as text, and move boxes, image tags and answer choices into the texts."""
     columns = Columns(row, dropped)
     read_lists(columns)
     fill_objects(columns)
@@ -100,7 +100,7 @@ def finish(row: Columns) -> dict:
 
 
 def read_lists(row: Columns):
-    """Parse the columns whose list is written as a text in JSON or Python, as pandas and CSV files do."""
+    """Parse the columns whose list is written as JSON or Python text, as in files from pandas and in CSV files."""
     for name in LISTS:
         value = row.get(name)
         if not isinstance(value, str):
@@ -189,7 +189,7 @@ def read_question(asked: str) -> Reader:
 
 
 def read_rendered(row: Columns) -> Columns | None:
-    """Read a conversation that Qwen's chat template has already rendered to a text."""
+    """Read a conversation that Qwen's chat template has already rendered as text."""
     names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
     if not names:
         return None
@@ -218,7 +218,7 @@ def read_ours(row: Columns) -> Columns | None:
 
 
 def drop_repeated_prompt(row: Columns):
-    """Drop `prompt` and `messages` beside `chosen` and `rejected` that are whole conversations (UltraFeedback)."""
+    """Drop `prompt` and `messages` if `chosen` and `rejected` are whole conversations, as in UltraFeedback."""
     talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
     if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         return
@@ -268,7 +268,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
             )
         if not turn.keys() & {"value", "content", "tool_calls"}:
             raise ValueError(
-                f"turn {number} of {name!r} has no 'content' or 'value' but {[*turn]}; rename the key of its text"
+                f"turn {number} of {name!r} has only the keys {[*turn]}; rename the key with its text to 'content'"
             )
         value = turn.get("value", turn.get("content"))
         if value is None and not turn.get("tool_calls"):
@@ -289,7 +289,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def text_of_value(value: Plain) -> Plain:
-    """Convert an answer that is a number, a list of numbers or another object, as in VLM-R1's data, to a text."""
+    """Convert an answer that is a number, a list of numbers or another object, as in VLM-R1's data, to text."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
     return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
 
@@ -333,7 +333,7 @@ def add_choices(row: Columns):
             f"the choices {excerpt(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = row.get("answer", row.get("solution"))
-    # An index, as in AI2D, is no answer: it is not clear whether indices begin with 0, and the prompt lists letters.
+    # An index, as in AI2D, is not an answer: it is unclear whether indices begin with 0, and the prompt lists letters.
     is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
     is_choice = not is_index or str(answer).strip() in map(str, choices)
     check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
@@ -383,7 +383,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, by <image>, and list the files in the column `images`."""
+    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in the column `images`."""
     paths = []
     if any(name in row for name in MEDIA):
         return
@@ -398,7 +398,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace the tags <image 1>, <image 2> ... by <image>; raise ValueError if the tags are not in order."""
+    """Replace the tags <image 1>, <image 2> ... with <image>; raise ValueError if the tags are not in order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return

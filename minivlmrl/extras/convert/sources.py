@@ -24,7 +24,7 @@ def read_rows(path: Path) -> Rows:
     """Yield the rows of a file or a folder.
 
     Raises:
-        ValueError: the file cannot be read, or nothing in the folder is a file of rows.
+        ValueError: the file cannot be read, or the folder contains no file of rows.
     """
     if not path.exists():
         raise ValueError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
@@ -64,8 +64,8 @@ def _read_folder(folder: Path) -> Rows:
 
 
 def _read_saved(folder: Path) -> Rows:
-    """Read the Arrow files that save_to_disk of Hugging Face datasets wrote."""
-    with optional_dependency("parquet", f"{folder}: reading a folder of save_to_disk requires pyarrow"):
+    """Read the Arrow files that save_to_disk of the library datasets wrote."""
+    with optional_dependency("parquet", f"{folder}: reading a folder that save_to_disk wrote requires pyarrow"):
         import pyarrow as pa
     number = 0
     for name in _saved_files(folder / "state.json"):
@@ -80,7 +80,7 @@ def _read_saved(folder: Path) -> Rows:
 
 
 def _saved_files(state: Path) -> list[str]:
-    """Return the names of the Arrow files that a state.json lists, all of them in its folder."""
+    """Return the names of the Arrow files that a state.json lists; all of them must be in its folder."""
     files = read_json(state).get("_data_files")
     listed = files if isinstance(files, list) else [None]
     names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
@@ -105,7 +105,7 @@ def _read_lines(path: Path) -> Rows:
 
 
 def _read_cells(path: Path) -> Rows:
-    """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column."""
+    """Read a CSV or TSV file, whose first line contains the column names. An empty cell is a missing column."""
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     # When csv.Error is raised, `where` still names the previous row, so error_context would name the wrong row.

@@ -24,7 +24,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise ValueError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # even without images, for rows beside others
+    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, for rows beside others with images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
@@ -44,7 +44,7 @@ def plain(turn: dict) -> dict:
 def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
     """Remove the keys that exclude a turn from the loss, and count in `dropped` the answers that had such a key."""
     untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
-    dropped.update("that an answer is not trained" for _ in untrained)
+    dropped.update("the mark that excludes an answer from training" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
 
 
@@ -119,7 +119,7 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
 
 
 def tagged(turn: dict) -> dict:
-    """Return a turn as text, in which the tags <image> and <video> mark the places of images and videos."""
+    """Return a turn as text, in which the tags <image> and <video> mark the positions of images and videos."""
     texts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"

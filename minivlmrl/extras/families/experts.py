@@ -1,9 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so that
-LoRA, NF4 and FSDP need no code for experts. In a weight file, two tensors per layer hold the
-weights of all its experts. `split_tensors` splits them when a model is loaded, and `stack_tensors` stacks them when it
-is saved.
+For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so
+LoRA, NF4 and FSDP need no special code for experts. In a weight file, two tensors per layer hold the weights of all its
+experts. `split_tensors` splits them when a model is loaded, and `stack_tensors` stacks them when it is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -149,7 +148,7 @@ class ExpertsFamily(Family):
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # the routers
-    in_cuda_graphs = False  # the number of tokens of an expert varies
+    in_cuda_graphs = False  # each expert's number of tokens varies
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:

@@ -1,4 +1,4 @@
-"""The family Qwen3-VL: its vision tower, its preprocessing of videos and its configuration files.
+"""The family Qwen3-VL: its vision tower, its video preprocessing and its configuration files.
 
 Qwen3-VL's tower has learned position embeddings in addition to the 2-D rotary embedding, and no window attention.
 DeepStack merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first
@@ -140,7 +140,7 @@ class Qwen3VisionTransformer(VisionTower):
         The learned position embeddings form a square grid, whose corners are aligned with the image's corners.
 
         Returns:
-            Position embeddings (t * h * w, E), in pixel_values order, and equal in all t time steps.
+            Position embeddings (t * h * w, E), in pixel_values order, and identical in all t time steps.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -180,7 +180,7 @@ class Videos:
     # minimum and maximum number of pixels in all frames of a video together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
-    sampling: dict = field(default_factory=dict)  # how frames are chosen, see VideoOptions
+    sampling: dict = field(default_factory=dict)  # how frames are chosen; see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Compute the (height, width) to which the frames are resized within the pixel budget.

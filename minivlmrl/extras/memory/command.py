@@ -4,9 +4,9 @@ minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
---image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the shortest time that a training
-step can take. The file extras/memory/estimate.py explains the memory estimate.
+--image_tokens, all prompts are assumed to be of the same size. --gpu_memory is a size in GB, a card such as T4 or 4090,
+or auto for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the shortest time that a
+training step can take. The file extras/memory/estimate.py explains the memory estimate.
 """
 
 import argparse
@@ -109,18 +109,18 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     """Return the memory in bytes and the data sheet of the GPU that the option --gpu_memory describes."""
     if text == "auto":
         if not torch.cuda.is_available():
-            raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its GB or name")
+            raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
         return torch.cuda.mem_get_info()[0], find_card(torch.cuda.get_device_name())
     card = find_card(text)
     if card is not None:
         return card.memory, card
     if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card that is not in CARDS
         return float(text) * GB, None
-    raise ValueError(f"--gpu_memory is {text!r}, but it must be GB, auto or one of {', '.join(CARDS)}")
+    raise ValueError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return each phase's shortest time in a training step on one GPU, in seconds, by the GPU's data sheet.
+    """Return each phase's shortest time in a training step on one GPU, in seconds, according to the GPU's data sheet.
 
     Three assumptions: all prompts are as long as the longest prompt, matrix products run at the GPU's peak rate, and a
     decode step reads the decoder's weights and the KV cache once. The time for attention, activation functions and the
@@ -172,8 +172,8 @@ def least_seconds_text(seconds: dict[str, float]) -> str:
     parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
     total = two_digits(sum(seconds.values()))
     return (
-        f"at least {total} s for each step ({', '.join(parts)}); steps that trained all weights of a 3B on an H100 "
-        "and an H200 took 3 times as long"
+        f"at least {total} s for each step ({', '.join(parts)}); steps that trained all weights of a 3B model on an "
+        "H100 and an H200 took 3 times as long"
     )
 
 

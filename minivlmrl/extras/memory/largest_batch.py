@@ -39,7 +39,7 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample completions and compute gradients for the largest batches once, to test whether the memory suffices.
+    """Sample completions and compute gradients for the largest batches once, to test whether they fit in memory.
 
     Weights, optimizer state and random generators do not change; all gradients are removed.
 

@@ -90,7 +90,7 @@ def measure_datasets(
 
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the sizes of a dataset's largest rows, the largest first, without unreadable rows."""
+    """Return the sizes of a dataset's largest rows, largest first, without unreadable rows."""
     indices = range(min(len(rows), NUM_HEAVIEST))  # the rows of data.task are all similar
     if isinstance(rows, FileDataset):
         counter = patch_counter(processor)

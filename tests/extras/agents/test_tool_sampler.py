@@ -180,7 +180,7 @@ TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|
 def test_turns_that_a_tool_joins_have_the_same_loss():
     turns = [assistant("<look>x</look>"), {"role": "tool", "content": "red"}, assistant("It is red.") | {"loss": False}]
     processor = ToolProcessor(**vars(PROCESSOR) | {"tools": ("look",)})
-    with pytest.raises(ValueError, match="before and after the result has a loss; give both a loss or none"):
+    with pytest.raises(ValueError, match="before and after the result has a loss; train on both turns or on"):
         encode_completion(processor, [user("?")], turns)
     turns = [turns[0] | {"loss": True}, turns[1], assistant("It is red.")]
     joined = encode_completion(processor, [user("?")], turns)

@@ -68,7 +68,7 @@ def test_the_unit_of_boxes_is_said(write_rows, capsys):
     assert main([str(path)]) == 0
     new = path.with_name("rows_converted.jsonl")
     assert (
-        f"in pixels of the image file. If your model answers in another unit, such as the thousandths of Qwen3-VL, run "
+        f"in pixels of the image file. If your model uses a different unit, such as Qwen3-VL's thousandths, run "
         f"`python recipes/rescale_boxes.py {new} thousandths > rescaled.jsonl`" in capsys.readouterr().err
     )
 
@@ -204,7 +204,7 @@ def test_an_answer_may_have_any_form(write_rows, capsys, answer):
 def test_a_file_in_our_form_stays(write_rows, capsys):
     path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
     assert main([str(path)]) == 0
-    assert "a run reads its 2 rows without a change" in capsys.readouterr().err
+    assert "a run reads its 2 rows unchanged" in capsys.readouterr().err
     assert not path.with_name("rows_converted.jsonl").exists()
     with pytest.raises(ValueError, match=r"--out is .*rows\.jsonl, which is the file that is converted"):
         main([str(path), f"--out={path}"])

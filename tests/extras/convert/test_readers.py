@@ -263,7 +263,7 @@ def test_answers_that_are_not_trained_stay_so_or_are_named(read, capsys):
     for project in ("trl", "verl"):
         roles = [turn.keys() for turn in read(row, to=project)["messages"]]
         assert roles == [{"role", "content"}] * 6
-        assert "dropped: that an answer is not trained (2 times)" in capsys.readouterr().err
+        assert "dropped: the mark that excludes an answer from training (2 times)" in capsys.readouterr().err
     for column in ("completion", "chosen"):
         answers = {"completion": "x"} if column == "completion" else {"chosen": "x", "rejected": "y"}
         assert "loss" not in json.dumps(read({"prompt": turns} | answers, to="trl"))
