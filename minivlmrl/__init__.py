@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
 
-    parity: ModuleType  # minivlmrl.extras.parity, which a copy of the package may lack
+    parity: ModuleType  # minivlmrl.extras.parity, which may be missing from a copy of the package
 
 __version__ = "0.6.0"  # pyproject.toml reads this line
 __all__ = [

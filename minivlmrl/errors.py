@@ -14,7 +14,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders of minivlmrl's own code, whose errors are shown without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# Python files of the user that a recipe names as `file.py:name`
+# the user's Python files, which a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
 # what is shortened in an error message: quoted texts of at least 80 characters, and words of at least 500 characters
@@ -124,7 +124,7 @@ class phase(AbstractContextManager):
     If phases are nested, an error names the innermost phase.
 
     Args:
-        name: name of the phase, as the message shows it.
+        name: name of the phase, as shown in the message.
         rows: rows of the dataset that the block works on; the message names the longest one.
     """
 
@@ -166,7 +166,7 @@ def excerpt(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
-    """Return a suggestion for an unknown name in an error message, such as "; did you mean shapes?".
+    """Return a suggestion to append to an error message about an unknown name, such as "; did you mean shapes?".
 
     Returns:
         The text, or "" if no known name is similar.
@@ -174,7 +174,7 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int =
     Args:
         name: the unknown name.
         names: the known names.
-        prefix: path of the section of `names`, with a dot at the end.
+        prefix: path of the section that contains `names`, with a dot at the end.
         count: maximum number of suggestions.
         cutoff: minimum similarity of a suggestion, from 0 to 1 (difflib's ratio).
     """

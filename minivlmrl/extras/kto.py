@@ -41,7 +41,7 @@ def kto_loss(
         beta: log-ratio factor, > 0.
         desirable_weight, undesirable_weight: weights for good and bad answers.
         ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
-        kl: scalar without gradient; see kto_kl; required for loss_type kto.
+        kl: scalar without gradient (see kto_kl); required for loss_type kto.
     Returns:
         The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad answers, NaN if the batch
         has none) and kl.

@@ -1,4 +1,4 @@
-"""The reference log-probabilities of DPO, computed once before the first step, so that no second model is kept.
+"""The reference log-probabilities of DPO, computed once before the first step, so no second model is kept.
 
 With `dpo.precompute_ref_log_probs`, the policy itself computes them when the stage begins, because it still equals the
 reference. They are written to reference_logps.safetensors in output_dir, where a resumed run finds them. A row can also

@@ -85,7 +85,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
         normalize: if True, scale the batch's advantages to mean 0 and standard deviation 1.
     Returns:
         (n,) advantages.
-    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
+    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (for NaN, since TRL 1.6).
     """
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)

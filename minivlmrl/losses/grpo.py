@@ -61,7 +61,7 @@ def grpo_loss(
         advantages: (B,), one advantage for each completion, or (B, T), one for each token.
         mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
         loss_type: selects the term and the average; see TERMS and AVERAGES.
-        importance_sampling_level: selects the ratio; see RATIOS; "sequence" is GSPO.
+        importance_sampling_level: selects the ratio (see RATIOS); "sequence" is GSPO.
         epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
         kl_estimator: estimator of the KL, see kl_term.
@@ -74,8 +74,8 @@ def grpo_loss(
         normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
         term_options: options of the term for loss_type, such as delta.
     Returns:
-        The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats per token, and the term's
-        metrics, such as clip_ratio/low_mean.
+        The loss, which is a scalar, and a dictionary of metrics without gradient: `kl` in nats per token, and the
+        term's metrics, such as clip_ratio/low_mean.
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals

@@ -147,7 +147,7 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # what a layer without keys and values stores for each prompt, by layer index: tensors (B, ...)
+        # states that layers without keys and values store for each prompt, by layer index: tensors (B, ...)
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class DecodeAttention:
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # Prompts whose completions have all finished leave the KV cache.
+        # Prompts whose completions have all finished are removed from the KV cache.
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)

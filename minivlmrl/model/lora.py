@@ -283,7 +283,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     """Return the names of the linear layers that one item of the option adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets  # parts of this family
+    kinds = family_of(model).adapter_targets  # names that only this family has
     try:
         pattern = re.compile(target)
     except re.error as error:

@@ -125,7 +125,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # A memory estimate packs thousands of meta tensors of equal shape, so the packed shapes are cached.
+        # A memory estimate packs thousands of meta tensors of the same shape, so the packed shapes are cached.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:

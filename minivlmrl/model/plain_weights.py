@@ -151,7 +151,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a `memo` for copy.deepcopy: the copied model gets its own adapters, and shares all other weights."""
+    """Return a `memo` for copy.deepcopy, with which the copy gets its own adapters but shares all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

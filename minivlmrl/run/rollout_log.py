@@ -12,7 +12,7 @@ An entry of `completions` has these fields:
 - text, boxes, and stopped, which is false if max_new_tokens cut the text;
 - answer: the answer that the option data.answer_format selects in the text, or null if there is none;
 - rewards: {reward name: value}, and reward: the weighted sum, with the penalty of the option grpo.soft_punish_cache;
-- why: {reward name: reason for its value}, without rewards that give no reason;
+- why: {reward name: reason for its value}, except for rewards that give no reason;
 - advantage;
 - tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
 - pictures: paths of the images that an environment added;

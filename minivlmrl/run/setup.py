@@ -163,7 +163,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return a copy of the processor with the data options of the recipe, and with the tools of the environment."""
+    """Return a copy of the processor with the recipe's data options and the environment's tools."""
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
@@ -188,7 +188,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of image patches: the dtype of a model that computes in 16 bits, otherwise float32."""
+    """Return the dtype of image patches: the model's dtype if it computes in 16 bits, otherwise float32."""
     dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
     return dtype if dtype.itemsize == 2 else torch.float32
 

@@ -44,7 +44,7 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Return [(group, True if its rewards differ), ...] of all ranks, in the order of sampling."""
+    """Return [(group, True if its rewards differ), ...] for all ranks, in the order of sampling."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))

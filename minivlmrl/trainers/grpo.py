@@ -1,4 +1,4 @@
-"""The GRPO trainer (DeepSeekMath, arXiv 2402.03300), written in the order of its computation:
+"""The GRPO trainer (DeepSeekMath, arXiv 2402.03300), written in the order in which it computes:
 
     rollout (B groups of G samples) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
@@ -69,7 +69,7 @@ class GRPOTrainer(RolloutTrainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.num_gen_batches = 1  # batches of prompts that dynamic sampling has used for the current rollout
+        self.num_gen_batches = 1  # number of batches that dynamic sampling has used for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
 
@@ -129,7 +129,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return True if the KL penalty is part of the reward, as in RLOO, and not of the loss."""
+        """Return True if the KL penalty is part of the reward, as in RLOO, instead of the loss."""
         return self.config.loss_type == "rloo" and self.config.beta > 0
 
     @cached_property

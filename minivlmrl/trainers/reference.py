@@ -76,7 +76,7 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Exchange the values of the model's parameters with their copies; reshard an FSDP model before this call."""
+        """Swap the values of the model's parameters with their copies; reshard an FSDP model before this call."""
         # Call exchange() again before a backward pass: autograd does not notice a change of parameter.data.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):

@@ -52,7 +52,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Measure the spread of rewards over all completions, as in TRL, and among the completions of a prompt.
+    """Measure the spread of rewards over all completions, as in TRL, and within each group.
 
     Args:
         total: (n,) weighted sums of rewards of the completions on all ranks.

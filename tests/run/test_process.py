@@ -57,7 +57,7 @@ class Base(GRPOTrainer):
 """
 STAGES = {  # head of a class: (body, exit code, printed line)
     "Stepless(Trainer)": (
-        "stage = 'own'", 2, "stages: FILE:Stepless: the class Stepless has no method steps; define this method, see",
+        "stage = 'own'", 2, "stages: FILE:Stepless: the class Stepless has no method steps; define this method; see",
     ),
     "Gone(Base)": ("def prepare(self, rollout, parts): return {}['gone']", 1, "KeyError: 'gone'"),
     "Exit(Base)": (

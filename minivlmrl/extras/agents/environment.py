@@ -123,7 +123,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Call get_reward of each completion's environment, as TRL does, and return one reward for each completion.
+    """Call the method get_reward of each completion's environment, as TRL does, and return the rewards.
 
     If get_reward returns a list of numbers, the reward is the sum of the list. A completion without an environment has
     the reward None.

@@ -421,7 +421,7 @@ def step_episodes(
     """Append one sampled token to each completion of a batch.
 
     Args:
-        rows: (r,), the episode index of each token. For turn_ends and text_ends; see ToolEpisode.step.
+        rows: (r,), the episode index of each token. For turn_ends and text_ends, see ToolEpisode.step.
 
     Returns:
         (r,) bool: True for each completion that ends.
