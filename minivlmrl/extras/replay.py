@@ -42,8 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
     p.add_argument("--stage", help="stage of the step (default: the last stage)")
-    p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
-    p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, from 0")
+    p.add_argument("--step", type=int, default=0, help="number of the step in its stage, counted from 0")
+    p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, counted from 0")
     return p
 
 

@@ -181,7 +181,7 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Reward with the reward model's scores, which have no upper or lower bound."""
+    """Return the reward model's scores as rewards; the scores have no upper or lower bound."""
     return reward_model_scores
 
 

@@ -247,7 +247,7 @@ PLANTED = {
     ),
     "a prompt without its text": ("sft", without_texts, None, LACK),
     "token ids of another vocabulary": ("grpo", prompts(other_ids), None, TOKENS),
-    "a prompt spelled in letters": ("sft", letters, None, "the text is not divided into tokens"),
+    "a prompt spelled in letters": ("sft", letters, None, "the text is not tokenized"),
     "an answer cut at a length": (
         "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
     ),

@@ -1,10 +1,10 @@
 """Sample trajectories: completions of several turns, in which each turn has its own context window.
 
 A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. The context
-window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
-context window of a later turn has all text so far, and the images of the newest K rounds. A round is a turn together
-with the results of its tool calls. A trajectory ends after a turn without a tool call, or when the environment's
-attribute `done` is True. The loss treats all turns of a trajectory as one completion.
+window of a later turn contains the messages that the environment's `observe(rounds)` returns. With sampling.history=K,
+it contains all text so far and the images of the newest K rounds. A round is a turn together with the results of its
+tool calls. A trajectory ends after a turn without a tool call, or when the environment's attribute `done` is True. The
+loss treats all turns of a trajectory as one completion.
 """
 
 from collections.abc import Sequence

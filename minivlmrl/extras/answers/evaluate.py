@@ -52,7 +52,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml")
     parser.add_argument("--model", required=True, help="folder of the model, or its repository id on the Hub")
-    parser.add_argument("--data", required=True, help="file of rows, in the form of docs/data.md")
+    parser.add_argument("--data", required=True, help="file of rows, in the form that docs/data.md describes")
     parser.add_argument("--out", help=f"results file; defaults to {name}.jsonl beside the model")
     parser.add_argument("--num_generations", type=int, default=1, help="number of answers per row; defaults to 1")
     parser.add_argument(

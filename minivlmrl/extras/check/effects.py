@@ -96,7 +96,7 @@ RULES: list[Rule] = [
      lambda r: r.grpo.advantages_name == "gdpo"),
     ("grpo.beta", "loss_type rloo subtracts the KL from the sum of rewards, which GDPO does not use",
      lambda r: r.grpo.advantages_name == "gdpo" and r.grpo.loss_type == "rloo"),
-    ("grpo.multi_objective_aggregation", "advantages or loss_type rloo already determines the advantages",
+    ("grpo.multi_objective_aggregation", "the option advantages or loss_type rloo already defines the advantages",
      lambda r: r.grpo.advantages is not None or r.grpo.loss_type == "rloo"),
     ("grpo.rollout_correction grpo.top_entropy_quantile grpo.entropy_coef",
      "a loss_type from a file computes the whole loss", lambda r: own_loss(r)),

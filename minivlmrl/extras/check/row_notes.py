@@ -34,7 +34,7 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
 
 
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
-    """Describe a dataset, such as "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
+    """Describe a dataset in words: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
     If skip_unreadable is False, an unreadable row raises ValueError.
     """
@@ -79,7 +79,7 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
 
 
 def count_media(rows: Dataset) -> str:
-    """Describe the numbers of rows, images and videos, such as "1204 (1200 with 1 image, 4 with no image)"."""
+    """Describe the numbers of rows, images and videos in words: "1204 (1200 with 1 image, 4 with no image)"."""
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
@@ -132,7 +132,8 @@ def describe_spelled(rows: FileDataset, structure: Collection[str]) -> str | Non
 def describe_boxes(
     trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
 ) -> Iterator[str]:
-    """Yield a note for each stage that trains on answers with boxes: the unit in which the model reads them."""
+    """Yield a note for each stage that trains on answers with boxes; it names the unit in which the model reads
+    boxes."""
     for stage, trainer in trainers.items():
         rows = datasets[stage]
         if not isinstance(rows, FileDataset):

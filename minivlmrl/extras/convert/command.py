@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", help="file or folder with rows")
     parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
-    parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: minivlmrl)")
+    parser.add_argument("--to", choices=WRITERS, help="project whose layout the new file has (default: minivlmrl)")
     parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
     parser.add_argument("--format", help="your own function that converts a row, as in data.format")
     parser.add_argument("--columns", type=parse_yaml, default={}, help="new names of columns, as in data.columns")
@@ -208,7 +208,7 @@ def folder_of(path: Path) -> Path:
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Return the path of the converted file, which is a parquet file if the rows contain the bytes of images."""
+    """Return the path of the converted file, which is a parquet file if the rows contain image bytes."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"

@@ -17,7 +17,7 @@ ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 WRITTEN = re.compile(r"rows_(converted|trl|ms-swift|verl)\.\w+")  # files that this command has written
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-Rows = Iterator[tuple[str, dict]]  # each row's place, such as "rows.csv:3", and its columns
+Rows = Iterator[tuple[str, dict]]  # each row's location, such as "rows.csv:3", and its columns
 
 
 def read_rows(path: Path) -> Rows:

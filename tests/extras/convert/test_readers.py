@@ -190,10 +190,7 @@ WRONG = [  # (row, part of the error message after the file and the line)
         {"problem": "<image_2> or <image_1>?", "images": ["cat.jpg", "dog.jpg"]},
         "the tags of images have the numbers [2, ",
     ),
-    (
-        {"messages": [{"role": "user", "text": "a"}]},
-        "turn 0 of 'messages' has no 'content' or 'value' but ['role', 'text']",
-    ),
+    ({"messages": [{"role": "user", "text": "a"}]}, "turn 0 of 'messages' has only the keys ['role', 'text']"),
     ({"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
     ({"question": "a", "options": ["b", "c"], "answer": "0"}, "the answer is '0', but it must be a letter or one"),
     ({"conversations": [TURN, {"from": "gpt", "value": None}]}, "turn 1 of 'conversations' has no text; add its text"),
