@@ -132,8 +132,7 @@ def describe_spelled(rows: FileDataset, structure: Collection[str]) -> str | Non
 def describe_boxes(
     trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
 ) -> Iterator[str]:
-    """Yield a note for each stage that trains on answers with boxes; it names the unit in which the model reads
-    boxes."""
+    """Yield a note about the unit of boxes for each stage that trains on answers with boxes."""
     for stage, trainer in trainers.items():
         rows = datasets[stage]
         if not isinstance(rows, FileDataset):
