@@ -97,7 +97,7 @@ def _invalid(name: str, value: Any, expected: str) -> ValueError:
 
 
 def shortened(error: str | Exception) -> str:
-    """Shorten an error message to MAX_MESSAGE characters, and long texts in it, such as images in base64."""
+    """Shorten long texts in an error message, such as images in base64, and the message to MAX_MESSAGE characters."""
     text = str(error)
     if len(text) > 10**6:  # the regular expression would take a long time
         text = f"{text[:500_000]} ... {text[-500_000:]}"

@@ -20,7 +20,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     Args:
         text: JSON, in UTF-8 if it is bytes.
         decode: function that parses the text; its result is returned.
-        arguments: further arguments of `decode`.
+        arguments: additional arguments for `decode`.
 
     Raises:
         ValueError: the text is not JSON, or is nested too deeply.

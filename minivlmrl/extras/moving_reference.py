@@ -4,7 +4,8 @@ Every ref_model_sync_steps optimizer steps of a stage, each weight of the refere
 
     alpha * policy + (1 - alpha) * reference
 
-where alpha is ref_model_mixup_alpha. With alpha 1, the reference is renewed, as in the outer loop of DeepSeekMath.
+where alpha is ref_model_mixup_alpha. With alpha 1, the policy replaces the reference, as in the outer loop of
+DeepSeekMath.
 """
 
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ COLUMNS = "ref_chosen_logps", "ref_rejected_logps"
 
 
 class StoredReference:
-    """Reference of a DPO stage that looks log-probabilities up instead of computing them.
+    """Reference for a DPO stage that looks up log-probabilities instead of computing them.
 
     Args:
         stored: {key_of(prompt, ids of both answers): log-probabilities of both answers' tokens, one after the other}.

@@ -206,7 +206,7 @@ def compare(folder: Path, stage: str, number: int, completions: list[dict], metr
     """Compare the log lines that a run wrote about a step with the log lines of the replayed step.
 
     Returns:
-        {log file: True if all its lines about the step are equal}, without files that have no line about the step.
+        {log file: True if all its lines about the step are identical}, without files that have no line about the step.
     """
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):

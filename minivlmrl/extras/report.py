@@ -187,7 +187,7 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Say after which stages the first metric of the held-out rows has changed by more than noise.
+    """Describe after which stages the first metric on the held-out rows has changed by more than noise.
 
     If the accuracy of guessing is known, also say if the model is no better than guessing.
     """

@@ -43,7 +43,7 @@ class RewardBatch(AnswerBatch):
 
 
 class RewardTrainer(PairTrainer):
-    """Trainer for a reward model on answer pairs; the policy is not changed.
+    """Trainer for a reward model, which learns from answer pairs; the policy is not changed.
 
     The optional column `margin` is the amount by which the chosen answer should score higher than the rejected one.
     """

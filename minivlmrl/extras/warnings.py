@@ -1,4 +1,4 @@
-"""Warn if training does not learn, with a likely cause and a suggested fix.
+"""Warn if a run does not learn, with a likely cause and a suggested fix.
 
 Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. There is one exception:
 a run warns already after the first step if all completions earn the same reward, because this is the most common

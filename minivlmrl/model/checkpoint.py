@@ -237,7 +237,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that checkpoints will copy now, because the model's folder may be deleted during the run."""
+    """Read the files that checkpoints will contain; the model's folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():

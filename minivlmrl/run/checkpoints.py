@@ -200,7 +200,7 @@ class CheckpointManager:
         try:
             yield
         except (Exception, SystemExit) as error:
-            # the stage that has begun since the start or the resume of this process
+            # True if the current stage has begun in this process
             has_stepped = progress.steps > 0 and self.stage == self.config.stage_names[progress.stage]
             if has_stepped or isinstance(error, Preempted):
                 folder = None

@@ -35,7 +35,7 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return the rows of each stage, {stage: dataset}; the key "eval" has the held-out rows, if there are any.
+    """Return the rows of each stage, {stage: dataset}; the key "eval" holds the held-out rows, if there are any.
 
     All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
 

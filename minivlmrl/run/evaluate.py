@@ -89,7 +89,7 @@ def lowered_metrics(config: RunConfig) -> set[str]:
 
 
 def check_best_metric(config: RunConfig, needs: Collection[str]):
-    """Raise ValueError if no evaluation of a run measures best_metric; `needs` are the kinds of rows of its stages."""
+    """Raise ValueError if no evaluation measures best_metric; `needs` lists the kinds of rows of the run's stages."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]

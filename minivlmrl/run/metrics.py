@@ -113,7 +113,8 @@ class MetricsLog(ExitStack):
     def mark(self):
         """Remember how many lines each log file has after a step; the next checkpoint saves these numbers.
 
-        Rank 0 sends them to the other ranks, because one of those may save the next checkpoint alone after an error.
+        Rank 0 sends the numbers to the other ranks, because one of those may save the next checkpoint alone after an
+        error.
         """
         counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
         self.lines_at_mark = dict(zip(self.num_lines, map(int, counts), strict=True))

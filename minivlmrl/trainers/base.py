@@ -227,7 +227,7 @@ class Trainer:
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the result of a loss function; raise ValueError unless it is a scalar loss and a dictionary of metrics."""
+    """Check and return a loss function's result; raise ValueError unless it is a scalar and a dictionary of metrics."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)

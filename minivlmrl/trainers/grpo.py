@@ -313,7 +313,7 @@ def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
-    """Return what an advantage function returned; raise ValueError unless each completion has a finite advantage."""
+    """Check an advantage function's result; raise ValueError unless each completion has a finite advantage."""
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise ValueError(

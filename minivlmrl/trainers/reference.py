@@ -1,4 +1,4 @@
-"""The reference model of DPO and of the KL penalty, by default a copy of the policy at the stage's start."""
+"""The reference model for DPO and for the KL penalty, by default a copy of the policy at the stage's start."""
 
 import copy
 from collections.abc import Iterator

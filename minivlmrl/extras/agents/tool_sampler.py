@@ -399,7 +399,7 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the arguments with which a tool environment's method `reset` is called, such as the images of a row.
+    """Return the arguments for a tool environment's method `reset`, such as the images of a row.
 
     For each image, `extents` has the width and height of the coordinate system in which boxes are written.
     """

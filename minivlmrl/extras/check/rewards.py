@@ -67,7 +67,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return each row's solution as a text, for example as 3 or 3.0, whichever gets the higher reward."""
+        """Return each row's solution as text, for example as 3 or 3.0, whichever gets the higher reward."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]

@@ -226,6 +226,6 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
-    # Rows are chosen at random, because rows at regular distances may all be of one kind.
+    # Rows are chosen at random, because evenly spaced rows may all be of one kind.
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

@@ -40,7 +40,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder that save_to_disk wrote, that has files of rows, or that has one subfolder of images per class."""
+    """Read a folder from save_to_disk, a folder with files of rows, or one with a subfolder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         example = f", {folder}/{splits[0]}" if splits else ""
@@ -154,7 +154,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _list_of_cell(name: str, cell: str) -> Plain:
-    """Parse a list or an object in JSON, or in Python as pandas writes it."""
+    """Parse a list or an object that is written in JSON, or in Python syntax as in files from pandas."""
     with error_context(f"column {name!r}"):
         try:
             return parse_json(cell, ROW_DECODER.decode)

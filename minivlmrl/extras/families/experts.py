@@ -31,7 +31,7 @@ NumExperts = Annotated[int, "[1, 1e6]"]
 
 @dataclass
 class ExpertsConfig(ModelConfig):
-    """Decoder config with the sizes of a mixture of experts, which each family overrides with its own defaults."""
+    """Decoder config with the sizes of a mixture of experts; each family overrides them with its own defaults."""
 
     num_experts: NumExperts = 1  # E
     num_experts_per_tok: NumExperts = 1  # k

@@ -1,6 +1,6 @@
 """Count the floating-point operations (FLOPs) of a model's forward and backward pass.
 
-In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes 2 FLOPs per value
+In the forward pass, a token needs 2 FLOPs for each value in a weight matrix. The backward pass needs 2 FLOPs per value
 for the gradients of the inputs, and 2 for the gradients of the weights. FLOPs of attention, recurrence, norms,
 activation functions and activation checkpointing are not counted.
 """

@@ -1,4 +1,4 @@
-"""The base class of the model families."""
+"""The base class of all model families."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
