@@ -55,6 +55,7 @@ class Examined:
         self.kind = kind
         self.tolerance = tolerance
         self.given = given  # options that the user has named, for example loss_type="dapo"
+        self.read = set()  # names of the options and tensors that the loss has read
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
@@ -66,7 +67,7 @@ class Examined:
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
-        return loss_and_gradient(self.my_loss, batch, options)
+        return loss_and_gradient(self.my_loss, batch, options, self.read)
 
     def gradient(self, batch: dict[str, Tensor], **options) -> Tensor:
         return self(batch, **options)[1]

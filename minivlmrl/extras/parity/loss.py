@@ -128,8 +128,8 @@ def judge(
         verdict.broken = report.sentences("broken")
         if not verdict.broken:
             notes = [f"  note: {says}" for says in report.sentences("note")]
-            verdict.names = [*verdict.names, *examples(steps), *notes]
-        if kind == "grpo":
+            verdict.names = [*verdict.names, *notes, *examples(steps)]
+        if kind == "grpo" and not only:
             hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
             verdict.names = [*verdict.names, hint]
     return verdict
@@ -279,8 +279,9 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
         for key in only:
             values = [str(options.get(key)) for options in kind or recorded]
             recorded_values[key] = list(dict.fromkeys(values))
+        hint = "; GSPO is importance_sampling_level=sequence" if only.get("loss_type") == "gspo" else ""
         raise ValueError(
-            f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}"
+            f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}{hint}"
         )
     for case in chosen:
         batch = {name: torch.from_numpy(x) for name, x in case.batch.items()}

@@ -478,11 +478,19 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
         "the mean of the rows is only over rows with a token":
             lambda s: row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum(),
-        "advantages are normalized again within each micro-batch": {
-            "advantages": lambda s: torch.cat(
-                [(x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)]
-            )
+        **{
+            f"advantages are normalized again within each micro-batch{text}, with an epsilon of {epsilon:g}": {
+                "advantages": lambda s, correction=correction, epsilon=epsilon: torch.cat([
+                    (x - x.mean()) / (x.std(correction=correction) + epsilon)
+                    for x in (s.x[part] for part in s.micro_batches)
+                ])
+            }
+            for correction, text in ((1, ""), (0, " by the biased standard deviation"))
+            for epsilon in (1e-8, 1e-6, 1e-4)
         },
+        "the sum of a row is divided by the lengths of all rows, because (B,) and (B, 1) are broadcast": lambda s: (
+            s.terms.sum(1) / s.mask.sum(1, keepdim=True).clamp(min=1)
+        ).mean() / len(s.micro_batches),
         "the mean divides only by tokens of rows with an advantage other than 0":
             {"mask": lambda s: s.x * s.has_advantage()[:, None], "inside": ["the count"]},
         "the mean of the rows is only over those with an advantage other than 0":
@@ -566,6 +574,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the log of the ratio is at most {c}": lambda s: s.x.log().clamp(max=s.c).exp(),
     },
     Quantity("log-ratio", "grpo", "off-policy tokens have other weights", "GSPO eq. 7", needs="old_per_token_logps"): {
+        "log-probabilities are in bfloat16": dict.fromkeys(("policy", "old"), lambda s: s.x.bfloat16().double()),
         **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
         **having("the ratio", OF_RATIOS),
         "the log of the ratio is averaged over {}": {
@@ -601,6 +610,18 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "REINFORCE: a token's term is -A log pi, without a ratio":
             lambda s: -s.advantages * s.per_token_logps * s.weights,
     },
+    Quantity("terms", "grpo", "the update is different", "SAPO eq. 6; MiniMax-M1 eq. 5"): {
+        "sapo's gate is not divided by its temperature": lambda s: s.x
+        * torch.where(is_positive(s), s.options.sapo_temperature_pos, s.options.sapo_temperature_neg),
+        "cispo's weight multiplies the ratio instead of the log-probability":
+            lambda s: -s.ratio.clamp(max=s.options.epsilon_high).detach() * s.advantages * s.ratio * s.weights,
+    },
+    Quantity("sapo_temperature_pos", "grpo", "the update is different", "SAPO"): {
+        "sapo's two temperatures are swapped": {
+            "sapo_temperature_pos": lambda s: s.sapo_temperature_neg,
+            "sapo_temperature_neg": lambda s: s.sapo_temperature_pos,
+        },
+    },
     Quantity("terms", "grpo", "the ratio has a gradient, too", "MiniMax-M1 eq. 5"): {
         "cispo's ratio is not detached":
             lambda s: -s.ratio.clamp(max=s.options.epsilon_high) * s.advantages * s.per_token_logps * s.weights,
@@ -627,7 +648,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "epsilon_high": lambda s: math.expm1(s.epsilon_high),
         },
         "ratios are not clipped above": math.inf,
-        "epsilon_high is 1 less than configured": lambda s: s.x - 1,
+        "the upper bound of the clip is epsilon_high instead of 1 + epsilon_high": lambda s: s.x - 1,
         "epsilon_high is {c}": fitted_number,
     },
     Quantity("epsilon_high", "grpo", "ratios have one bound, as in PPO", "PPO eq. 7", CLIPPING,
@@ -680,6 +701,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         who="DeepSeek-V3.2; TRL: use_bias_correction_kl"): {"the KL is weighted with the ratio": True},
     of_kl("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594"): {
         "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
+        "the KL is not multiplied by beta": lambda s: s.x / s.options.beta,
         "the KL estimator is k2, and the ratio that weights it is not detached":
             lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
         "the KL is weighted with the ratio of its token instead of its sequence":
@@ -697,7 +719,15 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "use_bias_correction_kl": False,
             "KL": lambda s: s.x * s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high),
         },
-        **having("the KL", TIMES, LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
+        **having("the KL", TIMES, SCALED, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
+    },
+    of_kl("KL", "grpo", "the policy is not drawn to the reference, or is even pushed away from it"): having(
+        "the KL", SIGNED
+    ),
+    of_kl("kl_estimator", "grpo", "the gradient is that of k2, which is unbiased on policy", needs="input_ids",
+        who="minivlmrl: k1+ and k3+; TRL: kl_straight_through"): {
+        f"the KL has the value of {name} and the gradient of k2": {"kl_estimator": name, "kl_straight_through": True}
+        for name in ("k1", "k3")
     },
     of_kl("KL", "grpo", "the gradient has the term of the sampled tokens, too", "arXiv 2506.09477",
         who="NeMo-RL, which weights k3 like this on policy"): {
@@ -764,6 +794,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
         "log-probabilities are averaged over tokens":
             {name: lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1) for name in ("policy", "reference")},
+        "beta multiplies only the policy's log-probability": {"reference": lambda s: s.x / s.about["loss"]["beta"]},
         "the first token of each answer is left out":
             {name: lambda s: s.x * (s.mask.cumsum(1) > 1) for name in ("policy", "reference")},
         "the last token of each answer is left out":

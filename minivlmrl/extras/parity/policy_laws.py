@@ -288,15 +288,17 @@ def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
         if token.weight == 0:
             says = f"A {sign}: a token has no gradient where the loss must act"
         elif expected == 0:
-            says = f"A {sign}: a token has a gradient where the clip must stop it"
+            stops = "the clip must stop it" if right.loss_types == CLIPPED else "it must have none"
+            says = f"A {sign}: a token has a gradient where {stops}"
         else:
             says = "the gradient of a token is wrong"
         if says not in seen:
             seen.add(says)
             slope = -token.weight * token.advantage + 0.0  # 0 instead of -0
+            comma = "," if "," in right.says else ""
             yield Finding(
                 f"{says}. Smallest batch: one token, advantage {token.advantage:g}, ratio {token.ratio:.3g}; its "
-                f"gradient is {slope:.4g}, but {right.says} is {-expected * token.advantage + 0.0:.4g}"
+                f"gradient is {slope:.4g}, but {right.says}{comma} is {-expected * token.advantage + 0.0:.4g}"
             )
 
 
@@ -496,7 +498,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
         cosine = torch.cosine_similarity(gradient, right_gradient, 0)
         yield Finding(
             "the KL has the value of KL(policy || reference), but not its expected gradient: the cosine between the "
-            f"gradients is {cosine:.2f}. k3 has this gradient unless it is multiplied by the ratio",
+            f"gradients is {cosine:.2f}. This is the gradient of k3; k3 times the ratio has the right one",
             "note",
         )
 

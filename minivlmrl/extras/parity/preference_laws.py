@@ -129,7 +129,11 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
     if loss.loss_type == "robust":
         right = ((1 - e) * plain - e * exchanged) / (1 - 2 * e)
     if not loss.differ(smoothed, plain):
-        yield Finding("the loss ignores label_smoothing", "broken" if loss.loss_type == "robust" else "note")
+        is_read = "label_smoothing" in loss.read and "kind" not in loss.read  # a loss may unpack all options
+        what = (
+            "label_smoothing changes nothing, but the loss reads it" if is_read else "the loss ignores label_smoothing"
+        )
+        yield Finding(what, "broken" if is_read or loss.loss_type == "robust" else "note")
     elif loss.differ(smoothed, right):
         yield Finding(
             f"label_smoothing acts in a wrong way. {TWO_TOKENS} 0.4 (chosen) and -0.3; with label_smoothing {e} the "
@@ -154,11 +158,13 @@ def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)
         wanted = -batch["mask"] / batch["mask"].sum()
+        loss_is = "minus the mean over all tokens"
         if loss.loss_type == "dft":
             wanted = wanted * batch["per_token_logps"].exp()
+            loss_is += " of their log-probabilities times their detached probabilities"
         if loss.differ(slope, wanted):
             yield Finding(
-                f"the loss is not minus the mean over all tokens. Smallest batch: {described(batch)}; the gradient is "
+                f"the loss is not {loss_is}. Smallest batch: {described(batch)}; the gradient is "
                 f"{numbers(slope)} instead of {numbers(wanted)}"
             )
             return
@@ -178,6 +184,10 @@ DPO_LAWS: tuple[Law, ...] = (
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},
-    labels_are_smoothed: {answers_act_in_their_directions},
+    labels_are_smoothed: {
+        answers_act_in_their_directions,
+        answers_have_opposite_gradients,
+        beta_multiplies_the_margin,
+    },
 }
 SFT_LAWS: tuple[Law, ...] = (tokens_are_averaged, micro_batches_add_up)

@@ -64,7 +64,7 @@ def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
     shown = report(audit(d), d)
     assert "DIFFERS" not in shown
     assert "in averages," not in shown and "in clipping, which" not in shown
-    assert "cannot reveal: 3 of 3 mistakes in KLs, which need beta and a reference" in shown
+    assert "cannot reveal: 5 of 5 mistakes in KLs, which need beta and a reference" in shown
     d = step(lengths=(4,) * 6)
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 

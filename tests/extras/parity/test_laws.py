@@ -28,7 +28,8 @@ def arithmetic_mean(log_ratio, mask):
 
 def dpo(batch, options, **changes):
     """Compute DPO's loss; `changes` replaces the tokens' sum, the margin or the pairs' mean."""
-    put = {"total": lambda x, mask: (x * mask).sum(-1), "loss": lambda z, e, beta: -logsigmoid(beta * z)}
+    put = {"total": lambda x, mask: (x * mask).sum(-1)}
+    put |= {"loss": lambda z, e, beta: -(1 - e) * logsigmoid(beta * z) - e * logsigmoid(-beta * z)}
     put |= {"margin": lambda s: s[:, 0] - s[:, 1], "mean": torch.mean, "ref": lambda x: x} | changes
     log_ratio = batch["per_token_logps"] - put["ref"](batch["ref_per_token_logps"])
     z = put["margin"](put["total"](log_ratio, batch["mask"]))
@@ -262,6 +263,14 @@ def test_projects_average_gspo_differently():
     loss = changed(log_ratio=mean, loss=lambda q: token_mean(q.terms + 0 * q.mask, q.mask), kl=lambda q: 0 * q.kl)
     assert examine(loss, loss_type="grpo", importance_sampling_level="sequence").agrees
     assert examine(loss, loss_type="grpo").broken_laws()
+
+
+def test_a_loss_that_reads_label_smoothing_must_use_it():
+    def unused(batch, options):
+        return 0 * options["label_smoothing"] + dpo(batch, options | {"label_smoothing": 0.0})
+
+    [says] = examine(unused, kind="dpo", loss_type="sigmoid").sentences("broken")
+    assert says == "label_smoothing changes nothing, but the loss reads it"
 
 
 def test_an_ipo_loss_is_recognized():
