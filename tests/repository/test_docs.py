@@ -227,7 +227,7 @@ def own(tmp_path_factory):
     (folder / "train.jsonl").write_text(line)
     (folder / "eval.jsonl").write_text(line)
     PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
-    (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def mentions" in code))
+    (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def last_word" in code))
     model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
     save_model(folder / "model", model, processor)
     return folder
@@ -240,7 +240,7 @@ def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
     code = train_recipe([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
     [line] = metrics(tmp_path)
-    assert code == 0 and 0 <= line["rewards/my_rewards.py:mentions/mean"] <= 1 and line["rewards/accuracy/mean"] == 0.0
+    assert code == 0 and 0 <= line["rewards/my_rewards.py:last_word/mean"] <= 1 and line["rewards/accuracy/mean"] == 0.0
 
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
