@@ -85,6 +85,7 @@ class Verdict:
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if the cases agree or their difference has no name
+    untested: Sequence[str] = ()  # what neither the cases nor the laws could test, if the cases agree
 
     @property
     def agrees(self) -> bool:
@@ -94,7 +95,8 @@ class Verdict:
         differing = len(self.differences)
         laws = [f"broken law: {says}" for says in self.broken]
         if not differing:
-            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *laws])
+            untested = [f"not tested: {says}" for says in self.untested]
+            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *laws, *untested])
         head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
         more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
         return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *laws])
@@ -114,7 +116,8 @@ def judge(
     varied = varied_options(results)
     verdict = differences_of(results, varied, tolerance)
     if not verdict.differences:
-        verdict.broken = laws_of(my_loss, tolerance, kind, only).sentences("broken")  # the cases may not show all
+        report = laws_of(my_loss, tolerance, kind, only)  # the cases may not show all mistakes
+        verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
     if verdict.kinds:

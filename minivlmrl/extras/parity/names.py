@@ -725,14 +725,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the KL", SIGNED
     ),
     of_kl("kl_estimator", "grpo", "the gradient is that of k2, which is unbiased on policy", needs="input_ids",
-        who="minivlmrl: k1+ and k3+; TRL: kl_straight_through"): {
+        who="NeMo-RL, which multiplies k3 by the policy over itself; minivlmrl: k1+ and k3+"): {
         f"the KL has the value of {name} and the gradient of k2": {"kl_estimator": name, "kl_straight_through": True}
         for name in ("k1", "k3")
-    },
-    of_kl("KL", "grpo", "the gradient has the term of the sampled tokens, too", "arXiv 2506.09477",
-        who="NeMo-RL, which weights k3 like this on policy"): {
-        "the KL is weighted with the policy over itself, which is 1 and has a gradient":
-            lambda s: s.x * (s.per_token_logps - s.per_token_logps.detach()).exp(),
     },
     of_kl("KL estimate", "grpo", "tokens far from the reference are not drawn back",
         who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10", least=1.0):
