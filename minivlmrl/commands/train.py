@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Run the command `train` as one rank of a training run, or print the options with --help."""
+    """Run the `train` command as one rank of a training run, or print the options with --help."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 

@@ -169,7 +169,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 def load_function(
     option: str, text: str, table: dict[str, Any], section: Any, num_positional: int, names: Collection[str]
 ) -> Callable:
-    """Find the function named by an option in the section `grpo`, and make it accept the arguments of its calls.
+    """Find the function named by an option in the `grpo` section, and make it accept the arguments of its calls.
 
     Args:
         option, text, table: the option, its value, and the built-in functions; see resolve_object.

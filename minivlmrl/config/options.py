@@ -38,7 +38,7 @@ class ModelOptions:
     path: FilePath | None = None  # Hugging Face folder or repository id
     config: RecipePath | None = None  # path of a config.json, to train a model from random weights
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
-    # dtype of the forward and backward pass, such as bfloat16; None uses the option `dtype`
+    # dtype of the forward and backward pass, such as bfloat16; None uses the `dtype` option
     compute_dtype: Dtype | None = None
     # dtype of the saved weights. None keeps the dtype of the files in `path`; random weights are saved in `dtype`
     save_dtype: Dtype | None = None
@@ -138,7 +138,7 @@ class RowOptions:
     # your own function for a different file format, as file.py:name. Your function converts a row of the file (a
     # dictionary) to the columns that docs/data.md describes
     format: Code | None = None
-    # new names for columns: {label: solution} reads the column `label` as the column `solution`
+    # new names for columns: {label: solution} reads the `label` column as the `solution` column
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the row's question. If rows have no question, the text must
     # not contain {problem}
@@ -378,7 +378,7 @@ class RewardModelOptions(TrainingOptions):
 
     # weight of the loss term (chosen score + rejected score)^2, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
-    # model folder for the reward `reward_model`; None uses the model from the recipe's stage reward_model
+    # model folder for the `reward_model` reward; None uses the model from the recipe's stage reward_model
     path: FilePath | None = None
 
 
@@ -509,7 +509,7 @@ class RunConfig:
     # trackers that receive the metrics, or your own function as file.py:name. Your function is called with (config,
     # steps, closing), and returns a function log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    # refuse to start if the command `memory` estimates that the run needs more memory than the GPUs have
+    # refuse to start if the `memory` command estimates that the run needs more memory than the GPUs have
     check_memory: bool = True
     # seconds that a rank waits for other ranks in an optimizer step; sampling, rewards and saving may take longer on
     # one rank
@@ -559,7 +559,7 @@ class RunConfig:
         """The rewards used in evaluations: data.eval_rewards or, by default, the training rewards.
 
         Training rewards are listed by weight, the largest first, but format rewards always come last. Evaluations leave
-        out the reward `reward_model`, because only a trainer computes the scores of a reward model. If `reward_model`
+        out the `reward_model` reward, because only a trainer computes the scores of a reward model. If `reward_model`
         is the only training reward, evaluations use the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:

@@ -114,7 +114,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighboring texts, but keep texts with and without a loss apart, so that no token contains both."""
+    """Join neighboring texts, but never a trained text with an untrained one, so no token contains both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

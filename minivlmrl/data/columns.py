@@ -21,11 +21,11 @@ VALUES = {  # {column: type and bounds of its values}
 
 
 class LayoutError(ValueError):
-    """Raised for a row in the layout of another project; the command `convert` can read such rows."""
+    """Raised for a row in the layout of another project; the `convert` command can read such rows."""
 
 
 class EmptyColumnError(LayoutError):
-    """Raised for a column without a value, if the row may have the value in a column of another project's layout."""
+    """Raised for a missing value that the row may contain in another project's layout."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:

@@ -124,7 +124,7 @@ class RowFacts:
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
     media_stamp: int  # checksum of the sizes and times of the row's media files; the same in all processes
     text_bytes: dict[str, int]  # bytes in the texts of the prompt, and of each column in ANSWERS
-    solution: Plain  # value of the column `solution`, which a run compares with answers before the first step
+    solution: Plain  # value of the `solution` column, which a run compares with answers before the first step
     spelled: tuple[str, ...]  # control tokens that are spelled out in the row's texts, such as <|im_end|>
     boxes: dict[str, str]  # {column in ANSWERS: the first box in this answer}
     box_space: str | None  # the units of the row's boxes

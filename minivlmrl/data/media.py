@@ -150,7 +150,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if kind in row_media:
             raise ValueError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
-            entries = [entries]  # a list in the column `video` is a list of frames
+            entries = [entries]  # a list in the `video` column is a list of frames
         with error_context(f"column {name!r}"):
             row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
     return row_media

@@ -158,7 +158,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
     """Raise ValueError if a turn is invalid, or has a key or an image that would be ignored.
 
     Args:
-        is_prompt: True for the column `prompt`, on which no loss can be computed.
+        is_prompt: True for the `prompt` column, on which no loss can be computed.
     """
     foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
     if foreign:

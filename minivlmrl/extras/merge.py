@@ -12,7 +12,7 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Run the command `merge`. The merged weights have the base model's dtype."""
+    """Run the `merge` command. The merged weights have the base model's dtype."""
     parser = argparse.ArgumentParser(prog="minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")

@@ -1,7 +1,7 @@
 """Train a reward model, as in step 2 of InstructGPT, and score completions with the reward model.
 
 The reward model starts as a copy of the policy, and learns to rank answers as human annotators do. Later stages and
-other runs can use a trained reward model as the reward `reward_model`.
+other runs can use a trained reward model as the `reward_model` reward.
 """
 
 from collections.abc import Sequence

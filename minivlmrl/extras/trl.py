@@ -61,9 +61,9 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
+    """TRL's GRPOTrainer with the `minivlmrl.grpo_loss` loss, or with your own loss function.
 
-    minivlmrl's GRPOTrainer adds the arguments `loss` and `kl_estimator`, and replaces only the method `_compute_loss`
+    minivlmrl's GRPOTrainer adds the arguments `loss` and `kl_estimator`, and replaces only the `_compute_loss` method
     of TRL's GRPOTrainer.
 
     Args:

@@ -175,7 +175,7 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out the reward `format` if answers have no tags, because a note has already advised removing it."""
+        """Leave out the `format` reward if answers have no tags, because a note has already advised removing it."""
         has_tags = self.run.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 

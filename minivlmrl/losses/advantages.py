@@ -99,7 +99,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
 # Maps each grpo.advantages value to a function that computes the advantages, (n,), of n completions; the
 # num_generations completions in a group are next to each other. The first argument is the weighted sum of each
 # completion's rewards, (n,). A function may have more arguments: rewards_per_func, (n, K); reward_weights, (K,); and
-# the options of the section `grpo`, such as num_generations.
+# the options of the `grpo` section, such as num_generations.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(

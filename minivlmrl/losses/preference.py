@@ -114,7 +114,7 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
 
-    Example: if policy and reference are equal, the loss `sigmoid` is 0.693, `hinge` is 1, `ipo` with beta 0.1 is 25.
+    Example: if policy and reference are equal, the `sigmoid` loss is 0.693, `hinge` is 1, `ipo` with beta 0.1 is 25.
 
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.

@@ -53,7 +53,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
 
 
 def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
-    """Return True if the parameter `name` is trained.
+    """Return True if the `name` parameter is trained.
 
     Frozen parts and layers are not trained. In a model with adapters, only the adapters are trained. A value model also
     trains its value head, but not the language-model head.

@@ -1,6 +1,6 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may be in other units, for
+True boxes, in the `solution` column, are in pixels of the image file. Boxes in an answer may be in other units, for
 example thousandths of the image's width and height.
 
 Each box in an answer is matched with at most one true box. The sum of the IoUs is divided by the number of boxes in

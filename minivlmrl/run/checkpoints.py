@@ -321,7 +321,7 @@ class CheckpointManager:
                 read_into(tensor, name, pieces[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that the option `resume` selects, and delete all newer checkpoints of the run."""
+        """Read the checkpoint that the `resume` option selects, and delete all newer checkpoints of the run."""
         resume = self.config.resume
         # On a shared file system, ranks may see different checkpoints, so all ranks use the list of rank 0.
         folders = self.world.gather_objects(state_folders(self.folder))[0]

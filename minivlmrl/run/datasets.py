@@ -192,7 +192,7 @@ def _open_file(
 
     Args:
         rewards: names of the rewards that score the rows; empty for all rewards.
-        changed_options: options that replace those of the section `data`.
+        changed_options: options that replace those of the `data` section.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     # The constant also replaces a column `row_rewards` in the file, because such a column is not meant for minivlmrl.

@@ -34,7 +34,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    The metric eval/accuracy_sampled is the mean of the reward `accuracy` at temperature 1, and eval/accuracy_greedy at
+    The metric eval/accuracy_sampled is the mean of the `accuracy` reward at temperature 1, and eval/accuracy_greedy at
     temperature 0. The option data.eval_without_images adds eval/accuracy_gray_image, measured with gray images, and
     eval/accuracy_swapped_image, measured with the images of another row. The mean of a reward leaves out rows for which
     the reward function returned None.

@@ -13,7 +13,7 @@ NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems w
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the output folder of a run, lock the file .lock there, and check that all ranks see the file.
+    """Create the output folder of a run, lock its file .lock, and check that all ranks see the file.
 
     Raises:
         ValueError: on all ranks, if another run holds the lock, or if a rank does not see rank 0's folder.

@@ -244,7 +244,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, the log-probabilities from sampler and trainer may differ by at most rollout.max_logp_mismatch nats. In
-    bfloat16, only the root mean square over all tokens is limited, to a tenth of rollout.max_logp_mismatch.
+    bfloat16, the root mean square of the differences may be at most a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

@@ -143,7 +143,7 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield the line of completions.jsonl for each of this rank's prompts, without the field `images`.
+    """Yield the line of completions.jsonl for each of this rank's prompts, without the `images` field.
 
     All ranks must call this function together, because the advantages are gathered from all ranks.
     """

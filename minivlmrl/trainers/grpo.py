@@ -5,7 +5,7 @@
 The class RolloutTrainer in rollout.py samples the completions. The outer loop of the GRPO paper, which replaces the
 reference model every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`.
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the `grpo` section.
 """
 
 import inspect
@@ -298,7 +298,7 @@ class GRPOTrainer(RolloutTrainer):
 
 
 def find_loss(config: GRPOOptions) -> Callable:
-    """Return grpo_loss, or the user's loss function that the option `loss_type` names.
+    """Return grpo_loss, or the user's loss function that the `loss_type` option names.
 
     A user's function may have fewer parameters than grpo_loss.
     """
@@ -307,7 +307,7 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the advantage function that the option `advantages` names: a built-in function or a user's function."""
+    """Return the advantage function that the `advantages` option names: a built-in function or a user's function."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     return load_function("advantages", config.advantages_name, ADVANTAGES, config, 1, arguments)
 

@@ -35,7 +35,7 @@ class AnswerBatch(MicroBatch):
 class OfflineTrainer(Trainer):
     """Base class for stages that train on answers from the data, with one optimizer step per batch.
 
-    A trainer defines the method `loss`, and lists the row fields with answers, such as ("chosen", "rejected").
+    A trainer defines the `loss` method, and lists the row fields with answers, such as ("chosen", "rejected").
     """
 
     batch_type: type[MicroBatch] = AnswerBatch

@@ -1,4 +1,4 @@
-"""Registry of training stages, which a recipe names in the option `stages`, and their trainer classes."""
+"""Registry of training stages, which a recipe names in the `stages` option, and their trainer classes."""
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.options import RunConfig
@@ -16,7 +16,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class that an item of the option `stages` names: a key in TRAINERS, or file.py:Class."""
+    """Import the trainer class that an item of the `stages` option names: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)

@@ -10,7 +10,7 @@ Letters in tensor shapes:
     this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define the method `prepare`, which computes advantages, and the method `loss`.
+GRPOTrainer and PPOTrainer define the `prepare` method, which computes advantages, and the `loss` method.
 """
 
 from collections.abc import Iterator, Sequence

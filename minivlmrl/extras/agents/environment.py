@@ -21,7 +21,7 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 class Environment(Protocol):
     """An environment holds the state of one completion, and provides the tools that the completion may call.
 
-    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the method `reset`
+    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the `reset` method
     is required. An environment ends its completion by setting its attribute `done` to True. An environment can change a
     setting with an attribute, for example `max_tool_calls = 3`; the class Settings lists all settings.
     """

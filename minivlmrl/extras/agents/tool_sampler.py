@@ -306,7 +306,7 @@ class ReadingDecode(Decode):
         """Run the model on tool results, and return the logits after each result, (number of results, vocabulary size).
 
         Args:
-            rows: each result's row index in the decoding batch, also as the tensor `index`.
+            rows: each result's row index in the decoding batch, also as the `index` tensor.
             answers: the tool results.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)

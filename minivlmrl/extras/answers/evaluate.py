@@ -1,4 +1,4 @@
-"""Answer the rows in a data file, and write one line per row and a summary; the command `evaluate` also scores answers.
+"""Answer the rows in a data file, and write one line per row and a summary; the `evaluate` command also scores answers.
 
 minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -65,7 +65,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run the command `evaluate`, or the command `generate`, which does not compute rewards."""
+    """Run the `evaluate` command, or the `generate` command, which does not compute rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError(

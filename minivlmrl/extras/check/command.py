@@ -2,7 +2,7 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-The command `check` reads the rows, and computes the rewards of correct answers and of texts that are not answers. Each
+The `check` command reads the rows, and computes the rewards of correct answers and of texts that are not answers. Each
 problem that `check` finds is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem,
 otherwise 0. No files are written. `check` does not sample completions, because training warns within ten steps about
 completions that are truncated, lack the format, or all get the same reward.

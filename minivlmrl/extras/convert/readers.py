@@ -38,7 +38,7 @@ ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# what `convert` prints after it has written the boxes of the column `objects` into the texts
+# what `convert` prints after it has written the boxes of the `objects` column into the texts
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {tag of ms-swift: its list in the column `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -155,7 +155,7 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def is_pairs(value: Plain, asked: str) -> bool:
-    """Return True for a list of objects with the key `asked`."""
+    """Return True for a list of objects with the `asked` key."""
     return isinstance(value, list) and bool(value) and all(isinstance(pair, dict) and asked in pair for pair in value)
 
 
@@ -351,7 +351,7 @@ def add_choices(row: Columns):
 
 
 def fill_objects(row: Columns):
-    """Replace ms-swift's tags <ref-object> and <bbox> with the names and boxes in the column `objects`."""
+    """Replace ms-swift's tags <ref-object> and <bbox> with the names and boxes in the `objects` column."""
     objects = row.get("objects")
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
     if objects is None or not any(tag in text for tag in TAGS):
@@ -383,7 +383,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in the column `images`."""
+    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in the `images` column."""
     paths = []
     if any(name in row for name in MEDIA):
         return

@@ -33,7 +33,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Remove image paths from a turn, because TRL reads the paths from the column `images`."""
+    """Remove image paths from a turn, because TRL reads the paths from the `images` column."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"

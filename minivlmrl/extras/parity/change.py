@@ -78,7 +78,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two bugs into one; return None if, for example, both bugs change beta to a fixed value."""
+    """Combine two bugs into one; return None if they contradict each other, as two fixed values of beta do."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:

@@ -187,7 +187,7 @@ class Combination:
         return cause is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases; variants do not count, since a loss may not expect them."""
+        """Return whether the loss agrees in all test cases; variants do not count, since some losses fail there."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:

@@ -255,7 +255,7 @@ def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
 
 
 def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Token]]:
-    """Return the gate of the user's loss_type, by default PPO's, and the gate that fits the loss, or None."""
+    """Return the expected gate (PPO's unless loss_type is named), the fitting gate or None, and the tokens."""
     tokens = measured_tokens(loss)
     gates = known_gates(loss, tokens)
     right = next(gate for gate in gates if (asked_type(loss) or "grpo") in gate.loss_types)

@@ -7,7 +7,7 @@ The function of a stage, such as `loss`, returns None if the recorded step lacks
     ours      the recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-The argument `change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right
+The `change` argument is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right
 mask x if the bug is elsewhere.
 """
 

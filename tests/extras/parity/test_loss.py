@@ -136,7 +136,7 @@ def test_a_check_of_no_case_lists_what_there_is(only, says):
 
 @pytest.mark.parametrize("loss, says", [
     (lambda batch, options: batch["mask"], r"my_loss returned tensor.* a tensor of shape \(\)"),
-    (lambda logps, advantages, mask, *, normalizer, **others: logps.sum(), "my_loss returned .*: return loss, {}"),
+    (lambda logps, advantages, mask, *, normalizer, **others: logps.sum(), "my_loss returned .*`return loss, {}`"),
 ], ids=["for parity", "for a recipe"])  # fmt: skip
 def test_what_a_loss_must_return_is_said(loss, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):
