@@ -699,6 +699,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         who="most projects"): {"the KL is not weighted with the ratio": False},
     of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is unbiased off-policy", "TRL up to 1.9, PR 6594",
         who="DeepSeek-V3.2; TRL: use_bias_correction_kl"): {"the KL is weighted with the ratio": True},
+    of_kl("KL", "grpo", "the policy is not drawn to the reference, or is even pushed away from it"): having(
+        "the KL", SIGNED
+    ),
     of_kl("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594"): {
         "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
         "the KL is not multiplied by beta": lambda s: s.x / s.options.beta,
@@ -721,9 +724,6 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         },
         **having("the KL", TIMES, SCALED, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
     },
-    of_kl("KL", "grpo", "the policy is not drawn to the reference, or is even pushed away from it"): having(
-        "the KL", SIGNED
-    ),
     of_kl("kl_estimator", "grpo", "the gradient is that of k2, which is unbiased on policy", needs="input_ids",
         who="NeMo-RL, which multiplies k3 by the policy over itself; minivlmrl: k1+ and k3+"): {
         f"the KL has the value of {name} and the gradient of k2": {"kl_estimator": name, "kl_straight_through": True}
