@@ -21,17 +21,19 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
 # the folder of a run that is trained once, and copied for each test
 FOLDERS = []
+WRITE_PAGE = report.write_page  # which `plain` replaces, so that most tests write no page
 
 JUDGES = "--data.eval_rewards=[accuracy, format]"
 
 
 @pytest.fixture
-def trained(run, plain, lively, tmp_path, tmp_path_factory):
+def trained(run, plain, lively, tmp_path, tmp_path_factory, monkeypatch):
     """Return the folder of a run in which each step trains on one group of eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
         folder = run("--stages=[grpo]", *options, LETTERS, JUDGES)
         FOLDERS.append(folder.rename(tmp_path_factory.mktemp("page") / "run"))
+    monkeypatch.setattr(report, "write_page", WRITE_PAGE)
     return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
 
