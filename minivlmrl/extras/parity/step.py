@@ -51,7 +51,7 @@ class Dump(dict):
     tolerance = 1e-5  # largest relative error with which a bug explains the numbers
     case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
     read = None  # in a test case of a loss, the names of the tensors and options that the loss has read
-    simpler = list  # in a test case of a loss, a function that returns simpler variants of the case
+    simpler = list  # in a test case of a loss, a function that returns its simpler variants; list() returns none
     deadline = math.inf  # time.thread_time() at which a search ends
     part = None  # rows whose log-probabilities are recomputed; None means all rows
 

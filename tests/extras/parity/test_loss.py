@@ -358,7 +358,18 @@ def sapo(q, positive=1.0, negative=1.05, scale=4.0):
     return -(tau * (q.ratio - 1)).sigmoid() * scale / (tau if scale == 4 else 1) * q.advantages
 
 
+def one_bound_maximum(batch, options):
+    """Compute the GRPO of reasoning-from-scratch, which reads one epsilon, so that the two cannot be swapped."""
+    advantages = batch["advantages"][:, None]
+    ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
+    clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_low"])
+    both = torch.min(ratio * advantages, clipped * advantages), torch.max(ratio * advantages, clipped * advantages)
+    return -row_mean(both[0].where(advantages >= 0, both[1]), batch["mask"])
+
+
 UNSEEN |= {  # from authors who did not know the causes
+    "the maximum, without a second bound": (one_bound_maximum, NO_KL,
+        "for negative advantages; design: ratios are clipped with epsilon_low on both sides"),
     "swapped temperatures": (changed(term=lambda q: sapo(q, 1.05, 1.0)), SAPO,
         "temperatures are swapped; averaged as in dapo"),
     "no temperature under 4": (changed(term=lambda q: sapo(q, scale=4.000000000001)), SAPO,
