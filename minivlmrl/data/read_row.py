@@ -90,12 +90,15 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys without a value. A table that has a key in one turn or part has the key in all of them."""
+    """Remove keys without a value, but give every turn its content, because a turn with tool_calls may have none.
+
+    A table that has a key in one turn or part has the key in all of them.
+    """
     if isinstance(text_or_turns, str):
         return text_or_turns
     turns = []
     for turn in text_or_turns:
-        turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
+        turn = {"content": None} | {key: value for key, value in turn.items() if value is not None}
         if isinstance(turn["content"], list):
             parts = []
             for part in turn["content"]:

@@ -112,6 +112,22 @@ def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
 
 HI = user("hi")
 YES = assistant("yes")
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+CALLED = [CALL, {"role": "tool", "name": "f", "content": "x"}]
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [HI, *CALLED, YES]}, {"prompt": [HI, *CALLED], "completion": "c"},
+    {"prompt": [HI], "completion": [*CALLED, YES]}, {"prompt": [HI, *CALLED, HI]},
+    {"prompt": [HI], "chosen": [*CALLED, YES], "rejected": [CALL]},
+    {"chosen": [HI, *CALLED, YES], "rejected": [HI, *CALLED, assistant("no")]},
+    {"prompt": [HI, *CALLED, user([IMAGE_PART])], "completion": [CALL], "image": "red.png"},
+], ids=str)  # fmt: skip
+def test_a_tool_call_without_content_is_read_as_with_null(write_rows, row):
+    null = json.loads(json.dumps(row).replace('"tool_calls"', '"content": null, "tool_calls"'))
+    [said, expected] = FileDataset(write_rows(row, null))
+    for name in ("messages", "completion", "chosen", "rejected"):
+        assert getattr(said, name) == getattr(expected, name)
 
 
 @pytest.mark.parametrize("key", ["loss", "loss_mask", "weight", "train"])
