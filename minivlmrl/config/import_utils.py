@@ -167,7 +167,13 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def load_function(
-    option: str, text: str, table: dict[str, Any], section: Any, num_positional: int, names: Collection[str]
+    option: str,
+    text: str,
+    table: dict[str, Any],
+    section: Any,
+    num_positional: int,
+    names: Collection[str],
+    convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
     """Find the function named by an option in the `grpo` section, and make it accept the arguments of its calls.
 
@@ -175,13 +181,15 @@ def load_function(
         option, text, table: the option, its value, and the built-in functions; see resolve_object.
         section: options of the training stage.
         num_positional, names: see with_arguments.
+        convert: converts another form of the function to one that accepts these arguments.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
         check_function(option, text, function)
         for name in options.keys() & vars(section).keys():
             raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
-        return with_arguments(with_options(function, options), num_positional, names, vars(section))
+        function = convert(with_options(function, options))
+        return with_arguments(function, num_positional, names, vars(section))
 
 
 def with_arguments(

@@ -112,7 +112,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             # TRL's get_high_entropy_mask computes the entropy quantile over all processes.
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
-        loss, metrics = self.loss_function(
+        returned = self.loss_function(
             logps,
             inputs["advantages"],
             mask,
@@ -123,6 +123,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             normalizer=normalizer,
             **term_options,
         )
+        loss, metrics = (returned, {}) if isinstance(returned, Tensor) else returned
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
             # TRL divides losses without dapo's average by the number of micro-batches, but logs them undivided.

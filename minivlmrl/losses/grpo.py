@@ -17,9 +17,13 @@ adds RLOO, CISPO, SAPO and other losses.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+# names in AVERAGES; grpo_variants.py adds those after dr_grpo
+LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 
 
 @dataclass
@@ -37,12 +41,12 @@ def grpo_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    loss_type: str = "dapo",
-    importance_sampling_level: str = "token",
+    loss_type: LossType = "dapo",
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     beta: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"] = "k3",
     use_bias_correction_kl: bool = True,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
@@ -83,6 +87,10 @@ def grpo_loss(
     """
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
+    known = TERMS[loss_type].__kwdefaults__ or {}
+    for name in term_options.keys() - known.keys():
+        hint = "; epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
+        raise TypeError(f"grpo_loss has no option {name!r} if loss_type is {loss_type!r}{hint}")
     if len(advantages) != len(mask):
         raise ValueError(
             f"grpo_loss got {len(advantages)} advantages for {len(mask)} completions; pass one "

@@ -227,16 +227,17 @@ class Trainer:
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Check and return a loss function's result; raise ValueError unless it is a scalar and a dictionary of metrics."""
-    is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
-    values = [result[0], *result[1].values()] if is_pair else [None]
+    """Return a loss and its metrics; raise ValueError unless `result` is a scalar, or a scalar and a dictionary."""
+    pair: Any = (result, {}) if isinstance(result, Tensor) else result
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)
+    values = [pair[0], *pair[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
     # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
-    if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
+    if not is_scalar or pair[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
-            f"{name} returned {excerpt(result, 200)}, but it must return the loss and a dictionary of "
-            "metrics, as in `return loss, {}`. The loss and the metrics must be tensors without dimensions, and no "
-            "metric may be named stage, step or loss"
+            f"{name} returned {excerpt(result, 200)}, but it must return the loss, or the loss and a "
+            "dictionary of metrics, as in `return loss, {}`. The loss and the metrics must be tensors without "
+            "dimensions, and no metric may be named stage, step or loss"
         )
-    loss, metrics = result
+    loss, metrics = pair
     return loss, metrics

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import load_function
+from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
@@ -300,10 +301,11 @@ class GRPOTrainer(RolloutTrainer):
 def find_loss(config: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user's loss function that the `loss_type` option names.
 
-    A user's function may have fewer parameters than grpo_loss.
+    A user's function may have fewer parameters than grpo_loss, or the form f(batch, options); see config/loss_forms.py.
     """
-    arguments = [*inspect.signature(grpo_loss).parameters]
-    return load_function("loss_type", config.loss_type, dict.fromkeys(AVERAGES, grpo_loss), config, 3, arguments[3:])
+    names = [*inspect.signature(grpo_loss).parameters][3:]
+    table = dict.fromkeys(AVERAGES, grpo_loss)
+    return load_function("loss_type", config.loss_type, table, config, 3, names, like_grpo_loss)
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:

@@ -221,7 +221,7 @@ def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
 
 FUNCTIONS = """
 import torch
-from minivlmrl.losses.grpo import grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 
 
 def same(logps, advantages, mask, **options):
@@ -242,7 +242,14 @@ def sequence(logps, advantages, mask, **options):
 
 
 def for_parity(batch, options):
-    return batch["per_token_logps"].sum()
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    names = {"epsilon_low", "epsilon_high", "beta", "use_bias_correction_kl", "importance_sampling_level"}
+    chosen = {name: options[name] for name in names}
+    return grpo_loss(**batch, **chosen, normalizer=normalizer, loss_type="dapo")[0]
+
+
+def reads_reference(batch, options):
+    return (batch["per_token_logps"] - batch["ref_per_token_logps"]).sum()
 
 
 def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
@@ -273,11 +280,12 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
 
 
 """
-DICTIONARY = "but it must return the loss and a dictionary of metrics, as in"
+DICTIONARY = "but it must return the loss, or the loss and a dictionary of metrics, as in"
 # option: {function: (returned expression, words of the error or None)}; advantages get the rewards 0, 1, 2, 3, 3, 3
 RETURNED = {
     "loss_type": {
-        "scalar": ("logps.sum()", rf"returned tensor\(-\d.* {DICTIONARY}"),
+        "scalar": ("logps.sum()", None),
+        "only_per_row": ("logps.sum(1)", rf"returned tensor\(\[ *-\d.* {DICTIONARY}"),
         "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[ *-\d.* {DICTIONARY}"),
         "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
         "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* no metric may be named stage, step or loss"),
@@ -293,7 +301,6 @@ RETURNED = {
 SHAPES = [(option, name, says) for option, x in RETURNED.items() for name, (_, says) in x.items() if says]
 WRONG = [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
-    ("loss_type", "for_parity", "cannot be called: too many positional arguments. docs/developer_guide.md#a-file-of"),
     ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
     ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
@@ -337,6 +344,19 @@ def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
     found = stage("grpo", own("loss_type", "same"), *options)
     assert found.go(3) == [line | {"seen": 1.0} for line in expected]
+
+
+def test_a_loss_for_parity_trains_as_it_stands(stage, own):
+    """f(batch, options) in a recipe, with a bare scalar as result."""
+    options = ["--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.micro_batch_size=4"]
+    expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
+    found = stage("grpo", own("loss_type", "for_parity"), *options).go(3)
+    assert [(line["loss"], line["grad_norm"]) for line in found] == [(x["loss"], x["grad_norm"]) for x in expected]
+
+
+def test_a_loss_for_parity_that_needs_a_reference_is_told_to_set_beta(stage, own):
+    with pytest.raises(KeyError, match=r"a run has ref_per_token_logps only if grpo\.beta is above 0"):
+        stage("grpo", own("loss_type", "reads_reference")).go(1)
 
 
 def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, script):

@@ -48,7 +48,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
     """Check the laws that every correct loss obeys, and return the number of laws.
 
     Args:
-        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, as in `check`.
+        my_loss: loss as in `check`.
         kind: loss kind: grpo, dpo or sft.
         tolerance: largest error that counts as rounding; a loss in float32 needs 1e-5.
         framework: torch, jax or mlx, see `check`.

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import excerpt
 from minivlmrl.losses.grpo import LossNormalizer
 
@@ -51,7 +53,7 @@ def loss_and_gradient(
     """Return the loss, a scalar, and its gradient with respect to per_token_logps, both without a graph.
 
     Args:
-        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe.
+        my_loss: a loss in one of the forms of config/loss_forms.py.
         batch: tensors by name; the loss gets copies.
         options: options by name.
         read: set that collects the names of the tensors and options that the loss reads.
@@ -78,21 +80,22 @@ def loss_and_gradient(
     return loss.detach(), gradient
 
 
-def call(my_loss: Callable, batch: dict, options: dict) -> Tensor:
-    """Call the user's loss with (batch, options), or like grpo_loss if the loss has a parameter `advantages`.
+def call(my_loss: Callable, batch: dict, options: dict) -> Any:
+    """Call the user's loss in its form, see config/loss_forms.py; return only the loss if it also returns metrics.
 
     As in a run, a loss like grpo_loss gets only the arguments for which it has parameters.
     """
-    parameters = inspect.signature(my_loss).parameters
-    if "advantages" not in batch or "advantages" not in parameters:
-        return my_loss(batch, options)
-    from minivlmrl.trainers.base import checked_loss  # here, because it needs the packages of a training run
-
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = [name for name in batch if name.startswith(("old_", "ref_"))]
-    names += [name for name in options if name not in OF_A_CASE]
-    given = {name: batch[name] if name in batch else options[name] for name in names if takes_all or name in parameters}
-    if takes_all or "normalizer" in parameters:
-        given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
-    return checked_loss("my_loss", returned)[0]
+    if "advantages" not in batch or takes_batch(my_loss):
+        returned = my_loss(batch, options)
+    else:
+        parameters = inspect.signature(my_loss).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        names = [name for name in batch if name.startswith(("old_", "ref_"))]
+        names += [name for name in options if name not in OF_A_CASE]
+        given = {x: batch[x] if x in batch else options[x] for x in names if takes_all or x in parameters}
+        if takes_all or "normalizer" in parameters:
+            length = options["max_completion_length"]
+            given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
+        returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
+    has_metrics = isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)
+    return returned[0] if has_metrics else returned

@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from minivlmrl.errors import optional_dependency
-from minivlmrl.extras.parity.calling import converted
+from minivlmrl.extras.parity.calling import call, converted
 
 INSTALL = "--framework={0} needs the package {0}"
 
@@ -15,7 +15,7 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
     """Return a function (batch, options) -> scalar tensor that calls a loss of another framework.
 
     Args:
-        my_loss: loss of the framework: (batch, options) -> scalar, where batch is a dict of float64 arrays.
+        my_loss: loss of the framework, in one of the forms of config/loss_forms.py, for float64 arrays.
         framework: "torch", which returns my_loss unchanged, "jax" or "mlx".
 
     Raises:
@@ -49,7 +49,7 @@ def from_jax(my_loss: Callable) -> Callable:
         # JAX computes in float32 by default, which is less accurate than the recorded numbers.
         with jax.enable_x64(True):
             arrays = converted(batch, lambda x: jax.numpy.asarray(x.detach().numpy()))
-            function = jax.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
+            function = jax.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
         return LossWithGradient.apply(logps, value, gradient)
 
@@ -65,7 +65,7 @@ def from_mlx(my_loss: Callable) -> Callable:
         # MLX has float64 only on the CPU.
         with mx.stream(mx.cpu):
             arrays = converted(batch, lambda x: mx.array(x.detach().numpy(), dtype=mx.float64))
-            function = mx.value_and_grad(lambda x: my_loss(arrays | {"per_token_logps": x}, options))
+            function = mx.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
             if isinstance(value, tuple):
                 raise ValueError(f"my_loss returned {len(value)} values, but it must return only the loss")

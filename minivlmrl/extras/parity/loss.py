@@ -49,8 +49,8 @@ def check(
         sft   loss_type: nll or dft
 
     Args:
-        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, whose arguments
-            include normalizer; its gradient with respect to per_token_logps is also compared.
+        my_loss: function (batch, options), or one like grpo_loss, as for a recipe's grpo.loss_type. It returns the loss
+            or the loss and metrics; its gradient with respect to per_token_logps is also compared.
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger; a loss that computes in float32 needs 1e-5.
         kind: loss kind: grpo, dpo or sft.

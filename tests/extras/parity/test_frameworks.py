@@ -81,10 +81,22 @@ def test_only_what_a_loss_uses_counts_as_read(framework):
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_a_loss_that_returns_no_scalar_is_refused(framework):
     numpy_of(framework)
-    for loss in (lambda batch, options: batch["mask"], lambda batch, options: (batch["mask"].sum(), {})):
+    for loss in (lambda batch, options: batch["mask"], lambda batch, options: (batch["mask"].sum(), 1)):
         with pytest.raises((TypeError, ValueError), match=r"scalar|shape|must return only the loss") as caught:
             judge(loss, framework=framework)
         assert "my_loss got a batch of kind=grpo" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_a_loss_like_grpo_loss_may_be_of_another_framework(framework):
+    batch_loss = grpo(framework)
+
+    def loss(logps, advantages, mask, *, old_per_token_logps, ref_per_token_logps, **options):
+        names = ("per_token_logps", "advantages", "mask", "old_per_token_logps", "ref_per_token_logps")
+        batch = dict(zip(names, (logps, advantages, mask, old_per_token_logps, ref_per_token_logps), strict=True))
+        return batch_loss(batch, options), {}
+
+    assert check(loss, {"jax": 1e-12, "mlx": 1e-7}[framework], framework=framework, **ONE_SHAPE) > 1
 
 
 def test_a_framework_is_unknown_or_missing(monkeypatch):

@@ -51,6 +51,10 @@ def k3(d):
     return d.exp() - d - 1
 
 
+def bare(logps, A, *rest, **named):
+    return grpo_loss(logps, A, *rest, **named)[0]
+
+
 def usual(batch, options, **changes):
     """Compute GRPO, DAPO, Dr. GRPO or GSPO for a whole step, as most people write the loss.
 
@@ -118,6 +122,8 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     numbers = {"grpo": 259, "dpo": 35, "sft": 6}
     assert {kind: check(my_loss, kind=kind) for kind in numbers} == numbers and check(my_loss, delta=3.0) == 8
     assert check(grpo_loss) == 259  # a loss of a recipe needs no wrapper
+    with_metrics = [lambda *args, **kwargs: grpo_loss(*args, **kwargs), lambda *given: (my_loss(*given), {"metric": 1})]
+    assert [check(loss, loss_type="dr_grpo") for loss in (*with_metrics, bare)] == [33, 33, 33]
     assert check(my_loss, loss_type="dapo") == 50 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
     assert check(usual, whole_step=True, **DAPO) == 23
 
@@ -136,7 +142,7 @@ def test_a_check_of_no_case_lists_what_there_is(only, says):
 
 @pytest.mark.parametrize("loss, says", [
     (lambda batch, options: batch["mask"], r"my_loss returned tensor.* a tensor of shape \(\)"),
-    (lambda logps, advantages, mask, *, normalizer, **others: logps.sum(), "my_loss returned .*`return loss, {}`"),
+    (lambda logps, advantages, mask, *, normalizer, **others: (logps.sum(1), {}), r"my_loss returned .* shape \(\)"),
 ], ids=["for parity", "for a recipe"])  # fmt: skip
 def test_what_a_loss_must_return_is_said(loss, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):

@@ -1,0 +1,42 @@
+"""The two forms of a user's loss: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
+
+Recipes and `minivlmrl parity` take both. Either returns the loss, or the loss and a dictionary of metrics.
+"""
+
+import inspect
+from collections.abc import Callable
+
+
+class RunBatch(dict):
+    """Tensors of a micro-batch by name, as in `minivlmrl parity`."""
+
+    def __missing__(self, name: str):
+        raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
+
+
+def takes_batch(function: Callable) -> bool:
+    """Return whether a loss has the form f(batch, options); a wrapper f(*args, **kwargs) is like grpo_loss."""
+    parameters = inspect.signature(getattr(function, "forward", function)).parameters
+    kinds = [p.kind for p in parameters.values()]
+    is_wrapper = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
+    return len(needed) < 3 and not is_wrapper and "advantages" not in parameters
+
+
+def like_grpo_loss(function: Callable) -> Callable:
+    """Give a loss of the form f(batch, options) the arguments of grpo_loss."""
+    if not takes_batch(function):
+        return function
+
+    def loss(per_token_logps, advantages, mask, *, normalizer, old_per_token_logps, ref_per_token_logps, **options):
+        batch = RunBatch(per_token_logps=per_token_logps, advantages=advantages, mask=mask)
+        batch["old_per_token_logps"] = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
+        if ref_per_token_logps is not None:
+            batch["ref_per_token_logps"] = ref_per_token_logps
+        options["tokens"] = normalizer.tokens
+        options["max_completion_length"] = normalizer.max_completion_length
+        options["whole_step"] = normalizer.sequences == len(mask)
+        return function(batch, options)
+
+    return loss
