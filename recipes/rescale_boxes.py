@@ -7,27 +7,35 @@ The option --questions also converts the boxes in questions.
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
 Each row must have one `image`, or a list `images` with one path, relative to the file. The columns with answers are
-`completion`, `chosen`, `rejected` or `messages`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
-<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in pixels of the image file,
-because rewards expect pixels.
+`completion`, `chosen`, `rejected` or `messages`, with the thoughts and tool calls of their turns. Boxes are written as
+[x1, y1, x2, y2], (x1, y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. A line on stderr counts the rows
+without a box. The column `solution` stays in pixels of the image file, because rewards expect pixels.
 """
 
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Collection
+from itertools import cycle
 from pathlib import Path
 
-from minivlmrl.data.boxes import NUMBER, SPACES, Box
+from minivlmrl.data.boxes import NUMBER, PAIR, SPACES
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.media import fetch_image
+from minivlmrl.data.messages import THOUGHT_KEYS
+from minivlmrl.errors import counted
 from minivlmrl.rewards.columns import extent
 
-BETWEEN = r"\)?[\s,]+\(?"
-CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
-BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
+QUOTE = r"""(?:\\?["']|&quot;)"""  # \" in the JSON text of a tool call
+COMMA = r"[\s,;，]+"
+FOUR = COMMA.join([f"{QUOTE}?{NUMBER}{QUOTE}?"] * 4)
 # A point is recognized only after its key "point_2d", because [1, 2] in a text could be anything.
-POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
+BOX = re.compile(
+    rf"\[\s*{FOUR}\s*\]|{PAIR}[\s,]*{PAIR}|data-bbox\s*=\s*{QUOTE}\s*{FOUR}\s*{QUOTE}"
+    rf"|(?P<key>{QUOTE}point_2d{QUOTE}\s*:\s*)\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]",
+    re.IGNORECASE,
+)
 ANSWERS = ("completion", "chosen", "rejected", "messages")
 QUESTIONS = ("problem", "prompt")
 
@@ -39,18 +47,16 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
     """
 
     def written(match: re.Match) -> str:
-        before, *corners, after = match.groups()
-        four = corners[:2] + corners[-2:]  # a point is repeated
-        box = Box(*map(float, four), tuple(map(float, size))).to(target)
-        numbers = iter(box.numbers)
+        sides = cycle(zip(target, size, strict=True))
 
-        def next_number(_: re.Match) -> str:
-            return str(round(next(numbers), digits))
+        def converted(number: re.Match) -> str:
+            new, old = next(sides)
+            return str(round(float(number[0]) * new / old, digits))
 
-        between = match[0][len(before) : len(match[0]) - len(after)]
-        return before + re.sub(NUMBER, next_number, between) + after
+        key = match["key"] or ""
+        return key + re.sub(NUMBER, converted, match[0].removeprefix(key))
 
-    return POINT.sub(written, BOX.sub(written, text))
+    return BOX.sub(written, text)
 
 
 def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
@@ -61,35 +67,45 @@ def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
         return [rescale_turns(turn, convert, roles) for turn in turns]
     if not isinstance(turns, dict) or turns.get("role", "assistant") not in roles:
         return turns
-    names = ("content", "text")
-    return turns | {name: rescale_turns(turns[name], convert, roles) for name in names if name in turns}
+    names = ("content", "text", *THOUGHT_KEYS)
+    new = {name: rescale_turns(turns[name], convert, roles) for name in names if name in turns}
+    if turns.get("tool_calls"):
+        new["tool_calls"] = json.loads(convert(json.dumps(turns["tool_calls"])))
+    return turns | new
 
 
-def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False) -> dict:
+def rescale_row(
+    row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False
+) -> tuple[dict, int]:
     """Convert the boxes in the answers of a row and, with `questions`, in its questions.
 
     A row without images is not changed.
 
+    Returns:
+        The new row, and the number of its boxes and points.
     Raises:
         ValueError: if the row has several images.
     """
     images = row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]
     if not images:
-        return row
+        return row, 0
     if len(images) > 1:
         raise ValueError(f"the row has {len(images)} images, so it is unclear to which one its boxes belong")
     size = fetch_image(images[0], folder).size
     height, width = smart_resize(size[1], size[0], 28, *bounds)
     target = extent(space, size, (width, height))
     digits = 4 if space == "unit" else None
+    num_boxes = 0
 
     def convert(text: str) -> str:
+        nonlocal num_boxes
+        num_boxes += len(BOX.findall(text))
         return rescale(text, size, target, digits)
 
     columns = ANSWERS + QUESTIONS if questions else ANSWERS
     roles = ("assistant", "user") if questions else ("assistant",)
-    return row | {name: rescale_turns(row[name], convert, roles) for name in columns if name in row}
+    return row | {name: rescale_turns(row[name], convert, roles) for name in columns if name in row}, num_boxes
 
 
 def main(arguments: list[str] | None = None):
@@ -105,12 +121,19 @@ def main(arguments: list[str] | None = None):
         lines = options.file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         parser.error(f"{options.file}: {error.strerror}")
+    without = []  # line numbers
     for number, line in enumerate(lines, start=1):
         try:
-            row = rescale_row(json.loads(line), options.file.parent, options.space, bounds, options.questions)
+            row, num_boxes = rescale_row(
+                json.loads(line), options.file.parent, options.space, bounds, options.questions
+            )
         except ValueError as error:
             raise SystemExit(f"{options.file}:{number}: {error}") from error
         print(json.dumps(row, ensure_ascii=False))
+        without += [] if num_boxes else [number]
+    if without:
+        rows = f"{len(without)} of {counted(len(lines), 'row')}"
+        print(f"{options.file}: {rows} had no box to convert, the first in line {without[0]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

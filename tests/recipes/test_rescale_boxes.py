@@ -15,6 +15,14 @@ WRITTEN = {
     '[{"bbox_2d": [10, 10, 20.5, 20]}, [0,0,1,1]]': '[{"bbox_2d": [100, 200, 205, 400]}, [0,0,10,20]]',
     '[{"point_2d": [10, 20], "label": "[1, 2]"}]': '[{"point_2d": [100, 400], "label": "[1, 2]"}]',
     "[1, 2, 3] and [1, 2, 3, 4, 5]": "[1, 2, 3] and [1, 2, 3, 4, 5]",
+    "<p data-bbox='10 10 20 20'>b</p>": "<p data-bbox='100 200 200 400'>b</p>",
+    "<P Data-BBox = ' 10, 10,20 ,20 '>b": "<P Data-BBox = ' 100, 200,200 ,400 '>b",
+    r"<p data-bbox=\"10 10 20 20\">": r"<p data-bbox=\"100 200 200 400\">",
+    "<p data-bbox=&quot;10 10 20 20&quot;>": "<p data-bbox=&quot;100 200 200 400&quot;>",
+    "{'point_2d': [10, 20], 'label': 'a'}": "{'point_2d': [100, 400], 'label': 'a'}",
+    "(10, 10), ( 20,20 )": "(100, 200), ( 200,400 )",
+    '["10", "10", "20", "20"]': '["100", "200", "200", "400"]',
+    "data-bbox='1 2 3 4 5' (1, 2)": "data-bbox='1 2 3 4 5' (1, 2)",
 }
 
 
@@ -29,13 +37,22 @@ def test_answers_of_a_file_are_in_the_space(write_rows, tmp_path, capsys, space,
     """Only boxes in the assistant's texts are converted, and not those in questions or solutions."""
     PIL.Image.new("RGB", (90, 50)).save(tmp_path / "box.png")  # a model with 28-pixel tokens sees 84 x 56
     turns = [user("a [1, 2, 3, 4]"), assistant("[45, 25, 90, 50]"), user("[1, 2, 3, 4]"), assistant("[0, 0, 0, 0]")]
+    calls = [{"function": {"name": "zoom", "arguments": arguments}} for arguments in (
+        {"bbox_2d": [45, 25, 90, 50]}, json.dumps({"bbox_2d": [45, 25, 90, 50]})
+    )]  # fmt: skip
+    called = {"role": "assistant", "tool_calls": calls, "reasoning_content": "[45, 25, 90, 50]?"}
     rows = [
         {"image": "box.png", "problem": "b", "completion": "[45, 25, 90, 50]", "solution": "[45, 25, 90, 50]"},
         {"images": ["box.png"], "messages": turns},
         {"problem": "c", "completion": "[45, 25, 90, 50]"},
+        {"image": "box.png", "problem": "d", "completion": "[45 25"},
+        {"image": "box.png", "problem": "e", "completion": [called]},
     ]
     main([str(write_rows(*rows)), space])
-    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    out, err = capsys.readouterr()
+    assert err.endswith("rows.jsonl: 2 of 5 rows had no box to convert, the first in line 3\n")
+    first, second, third, _, fifth = map(json.loads, out.splitlines())
+    assert json.loads(json.dumps(fifth).replace(str(box), "[45, 25, 90, 50]")) == rows[4]
     assert first == rows[0] | {"completion": str(box)}
     assert [turn["content"] for turn in second["messages"]][:3] == ["a [1, 2, 3, 4]", str(box), "[1, 2, 3, 4]"]
     assert third == rows[2]
