@@ -1,6 +1,6 @@
 """Hooks for mkdocs: README is the start page, each notebook and each file of code gets a page, and the menu is built.
 
-The menu comes from docs/README.md, and the list of code files from docs/reading_list.md.
+The menu comes from docs/README.md, and the list of code files from docs/developer_guide.md.
 Formulas become MathML, which browsers show without a script and without a network.
 """
 
@@ -27,6 +27,12 @@ PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 FOUND_FIRST = {"data.md", "many_gpus.md", "memory.md", "metrics.md", "policy_gradients.md", "preferences.md"}
 UNSEARCHED = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # begins a page that the search does not show
 NAMES = {"vLLM"}  # names that begin with a lower-case letter
+MOVED = {  # former page: its successor
+    "gpu": "results",
+    "support": "results",
+    "reading_list": "developer_guide",
+    "notes/vllm": "use",
+}
 LANGUAGES = {
     "": "text",  # LICENSE
     ".py": "python",
@@ -118,8 +124,8 @@ def test_of(path: str) -> str:
 
 
 def reading_list() -> dict[str, str]:
-    """Return docs/reading_list.md as {path: description}, such as "image file -> ..."."""
-    text = (ROOT / "docs" / "reading_list.md").read_text()
+    """Return the reading list of docs/developer_guide.md as {path: description}, such as "image file -> ..."."""
+    text = (ROOT / "docs" / "developer_guide.md").read_text()
     table = re.findall(r"^\| \[[\w/]+\.py\]\(\.\./(\S+)\) \| (.+?) \|", text, re.MULTILINE)
     return dict(table)
 
@@ -163,6 +169,15 @@ def on_files(files, config):
         waiting += [test_of(path)] * (path in listed)
         made.add(path)
     return files
+
+
+def on_post_build(config):
+    """Write a page at each former address that leads to its successor."""
+    for old, new in MOVED.items():
+        file = Path(config.site_dir) / f"{old}.html"
+        target = posixpath.relpath(f"{new}.html", posixpath.dirname(old) or ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">moved</a>\n')
 
 
 def on_page_markdown(markdown, page, config, files):

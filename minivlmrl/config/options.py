@@ -258,7 +258,7 @@ class SamplingOptions:
     # number of past turns whose images stay in the prompt of the next turn (see docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # engine that computes the logits of rollouts: the trained model itself (native), vLLM (docs/notes/vllm.md), or a
+    # engine that computes the logits of rollouts: the trained model itself (native), vLLM (docs/use.md), or a
     # class in your own file
     engine: Literal["native", "vllm"] | Code = "native"
     # arguments for the class vllm.LLM, such as dtype and max_model_len

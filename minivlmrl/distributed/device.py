@@ -27,7 +27,7 @@ def find_device(local_rank: int = 0) -> torch.device:
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
-                    "PyTorch build for it (docs/gpu.md), or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+                    "PyTorch build for it (docs/memory.md), or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 ) from error
     return torch.device("cpu")
 
@@ -41,7 +41,7 @@ def describe_device(device: torch.device) -> str:
     if device.type != "cuda":
         # a machine with the program nvidia-smi has an NVIDIA driver, including on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
-        note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
+        note = ", because this PyTorch is built for CPUs only: see docs/memory.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
     from minivlmrl.kernels.verdicts import driver_version  # imported here, because only a GPU has a driver
 

@@ -1,4 +1,4 @@
-"""Sample rollouts from logits that vLLM computes; see docs/notes/vllm.md.
+"""Sample rollouts from logits that vLLM computes; see docs/use.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
@@ -164,7 +164,7 @@ class VLLMSampler(Sampler):
             import_module("vllm")
         except ImportError as error:
             raise ValueError(
-                f"sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes: {error!r}"
+                f"sampling.engine=vllm needs vLLM; install it as docs/use.md describes: {error!r}"
             ) from error
         check_values(VLLMOptions, run.sampling.vllm, "sampling.vllm")
         limit = cls.most_tokens(run.sampling)
@@ -326,7 +326,7 @@ class VLLMSampler(Sampler):
             raise ValueError(
                 f"vLLM computes a different policy: its log-probabilities for {where} differ from the policy's by "
                 f"{mismatch:.3g} nats, but at most {bound} * rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} "
-                "nats are accepted; see docs/notes/vllm.md"
+                "nats are accepted; see docs/use.md"
             )
         self.is_verified = True
 

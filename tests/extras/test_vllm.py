@@ -27,7 +27,7 @@ from tests.helpers.stages import ONE
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "vllm_0.32.0.json"
 ENGINE = "--sampling.engine=vllm"
-missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/notes/vllm.md installs it")
+missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/use.md installs it")
 
 
 @pytest.fixture(params=["stand-in", pytest.param("vllm", marks=[pytest.mark.slow, missing])])
@@ -204,7 +204,7 @@ def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, say
 
 def test_vllm_must_be_installed(stage, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/notes/vllm\.md describes: .*NotFound"):
+    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/use\.md describes: .*NotFound"):
         stage("grpo", ENGINE)
 
 

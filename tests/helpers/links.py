@@ -52,13 +52,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 def rows_of(text: str, title: str) -> list[list[str]]:
     """Return the cells of the first table below a title, without its header."""
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    section = re.split(r"\n##+ ", text.split(f"## {title}\n")[1])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
 def reading_list() -> dict[Path, str]:
-    """Return docs/reading_list.md as {file: function or class with which a reader begins}."""
-    text = (ROOT / "docs" / "reading_list.md").read_text()
+    """Return the reading list of docs/developer_guide.md as {file: function or class with which a reader begins}."""
+    text = (ROOT / "docs" / "developer_guide.md").read_text()
     rows = re.findall(r"^\| \[[\w./]+\]\(\.\./([\w./]+)\).*\| `([\w.]+)` \|$", text, re.MULTILINE)
     return {ROOT / file: name for file, name in rows}
