@@ -8,8 +8,8 @@ Each part is a process with a time limit. A crash, a GPU out of memory or the ti
 numbers that the part printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line
 for each number, and DIR/summary.md the same numbers in tables; both summaries are written again after each part. A
 later call with the same DIR skips the finished parts and repeats the failed ones. A part only begins if its time limit
-fits into --minutes. Nothing is downloaded: weights are random and have the real size. docs/results.md says what each part
-should show. The exit status is the number of failed parts.
+fits into --minutes. Nothing is downloaded: weights are random and have the real size. docs/results.md says what each
+part should show. The exit status is the number of failed parts.
 """
 
 import argparse
