@@ -163,6 +163,10 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     cls, options = resolve_object("stage", stage, table or {})
     if options:  # they would be ignored
         raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
+    if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
+        raise ValueError(
+            f"stages: {stage} is {excerpt(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
+        )
     return cls
 
 
@@ -205,30 +209,46 @@ def with_arguments(
     Raises:
         ValueError: a parameter of the function would not get a value.
     """
-    signature = inspect.signature(function)
-    parameters = [*signature.parameters.values()][num_positional:]
-    named = {p.name for p in parameters}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    taken = {*names} if takes_all else {*names} & named
+    parameters = parameters_of(function)
+    by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = parameters.keys() - by_position[:num_positional]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # keywords of the user's own functools.partial win
+    taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     further = {name: options[name] for name in options.keys() & named - taken}
     try:
-        bound = signature.bind(*[None] * num_positional, **dict.fromkeys(taken), **further).arguments
-        for p in parameters:
-            if p.default is None and p.name not in bound:
-                raise TypeError(f"its parameter {p.name!r} would always be None{did_you_mean(p.name, names)}")
+        own_signature(function).bind(*[None] * num_positional, **dict.fromkeys(taken), **further)
+        for name in named - taken - further.keys():
+            if parameters[name].default is None:
+                raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, names)}")
     except TypeError as error:
         raise ValueError(
             f"the function cannot be called: {error}. docs/developer_guide.md#a-file-of-your-own has examples"
         ) from error
-    if takes_all and not further:
+    if taken == {*names} and not further:
         return function
     return lambda *values, **others: function(*values, **{k: v for k, v in others.items() if k in taken}, **further)
 
 
+def own_signature(function: Callable) -> inspect.Signature:
+    """Return the signature of a function itself, not of a function that it wraps; of a module, forward's signature."""
+    function = getattr(function, "forward", function)
+    return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
+
+
+def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
+    """Return a function's parameters; a wrapper with **kwargs also has those of the function that it wraps."""
+    own = {**own_signature(function).parameters}
+    if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        return own
+    named = {name: p for name, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {**inspect.signature(getattr(function, "forward", function)).parameters, **named}
+
+
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     """Bind options to a function as keyword arguments; raise ValueError for unknown names and values out of bounds."""
-    parameters = inspect.signature(function).parameters.values()
-    hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
+    parameters = parameters_of(function).values()
+    hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
         if name not in hints:  # a function with **columns would ignore a misspelled option

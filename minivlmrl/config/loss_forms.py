@@ -6,6 +6,8 @@ Recipes and `minivlmrl parity` take both. Either returns the loss, or the loss a
 import inspect
 from collections.abc import Callable
 
+from minivlmrl.config.import_utils import parameters_of
+
 
 class RunBatch(dict):
     """Tensors of a micro-batch by name, as in `minivlmrl parity`."""
@@ -16,9 +18,8 @@ class RunBatch(dict):
 
 def takes_batch(function: Callable) -> bool:
     """Return whether a loss has the form f(batch, options); a wrapper f(*args, **kwargs) is like grpo_loss."""
-    parameters = inspect.signature(getattr(function, "forward", function)).parameters
-    kinds = [p.kind for p in parameters.values()]
-    is_wrapper = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
+    parameters = parameters_of(function)
+    is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
     return len(needed) < 3 and not is_wrapper and "advantages" not in parameters

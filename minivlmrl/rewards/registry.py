@@ -15,7 +15,7 @@ from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
-from minivlmrl.config.import_utils import resolve_function
+from minivlmrl.config.import_utils import own_signature, parameters_of, resolve_function
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
@@ -97,21 +97,24 @@ class Reward:
     @property
     def columns(self) -> set[str]:
         """Return the columns that the reward function requires: its parameters without a default value."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD} - REWARD_ARGUMENTS
+        parameters = parameters_of(self.function)
+        return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
         """Return the columns that the reward function may read: its parameters with and without default values."""
-        return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
+        parameters = parameters_of(self.function).values()
+        return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
         """Return True for a user's reward function with a parameter such as **columns, which receives every column."""
-        parameters = inspect.signature(self.function).parameters.values()
         function = getattr(self.function, "func", self.function)  # the function with options is a partial
-        is_builtin = str(function.__module__).startswith("minivlmrl.")  # a built-in reward does not use its **columns
-        return not is_builtin and any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # functools.wraps copies __module__, but not __globals__
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        parameters = own_signature(function).parameters.values()
+        # a built-in reward does not use its **columns
+        return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Copy the reward for a run on all ranks: if its function fails on one rank, all ranks raise RewardFailed."""

@@ -1,5 +1,6 @@
 """Test how functions and classes are loaded by name, with or without options."""
 
+import functools
 import inspect
 import json
 import pickle
@@ -7,8 +8,9 @@ import sys
 from typing import Annotated
 
 import pytest
+import torch
 
-from minivlmrl.config.import_utils import load_name, resolve_object, with_options
+from minivlmrl.config.import_utils import find_stage, load_name, resolve_object, with_arguments, with_options
 from minivlmrl.errors import mistake
 from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.run.optimizer import OPTIMIZERS
@@ -86,3 +88,67 @@ def test_a_name_with_options(text, expected):
 def test_invalid_options_are_refused(text, error):
     with pytest.raises(ValueError, match=error):
         with_options(*resolve_object("task", text, {"rows": rows}))
+
+
+RUN_VALUES = {"beta": 0.3, "loss_type": "grpo", "normalizer": 7}  # what a run passes by name
+
+
+def star(*args, **kwargs):
+    return kwargs
+
+
+def named(logps, advantages, mask, beta, normalizer=None):
+    return {"beta": beta, "normalizer": normalizer}
+
+
+@functools.wraps(named)
+def around_named(*args, **kwargs):
+    return named(*args, **kwargs)
+
+
+@functools.wraps(named)
+def around_named_with_more(logps, *args, loss_type, **kwargs):
+    return named(logps, *args, **kwargs) | {"loss_type": loss_type}
+
+
+@functools.wraps(named)
+def instead_of_named(logps, advantages, mask, *, loss_type):
+    return {"loss_type": loss_type}
+
+
+class Star:
+    def __call__(self, *args, **kwargs):
+        return kwargs
+
+    def method(self, *args, **kwargs):
+        return kwargs
+
+
+class Module(torch.nn.Module):
+    def forward(self, logps, advantages, mask, beta):
+        return {"beta": beta}
+
+
+@pytest.mark.parametrize(("function", "received"), [
+    (star, "beta loss_type normalizer"), (functools.partial(star), "beta loss_type normalizer"),
+    (functools.partial(star, loss_type="dapo"), "beta normalizer loss_type=dapo"),
+    (functools.wraps(star)(lambda *args, **kwargs: star(*args, **kwargs)), "beta loss_type normalizer"),
+    (Star(), "beta loss_type normalizer"), (Star().method, "beta loss_type normalizer"),
+    (lambda logps, *args, **kwargs: kwargs, "beta loss_type normalizer"),
+    (lambda logps, *args, beta: {"beta": beta}, "beta"),
+    (lambda logps, advantages, mask, /, beta: {"beta": beta}, "beta"),
+    (named, "beta normalizer"), (functools.partial(named, beta=1), "normalizer beta=1"),
+    (around_named, "beta normalizer"), (around_named_with_more, "beta loss_type normalizer"),
+    (instead_of_named, "loss_type"), (functools.lru_cache(named), "beta normalizer"), (Module(), "beta"),
+])  # fmt: skip
+def test_each_form_of_a_users_function_gets_the_arguments_that_it_takes(function, received):
+    words = [word.partition("=") for word in received.split()]
+    expected = {name: value if sign else RUN_VALUES[name] for name, sign, value in words}
+    call = with_arguments(function, 3, [*RUN_VALUES], {})
+    assert {name: str(x) for name, x in call(0, 0, 0, **RUN_VALUES).items()} == {k: str(x) for k, x in expected.items()}
+
+
+def test_a_stage_is_a_subclass_of_a_trainer():
+    for name in ("named", "Star"):
+        with pytest.raises(ValueError, match=f"^stages: .*:{name} is <.*, but it must be a subclass"):
+            find_stage(f"{__file__}:{name}")

@@ -248,6 +248,11 @@ def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, va
 
 
 OWN = """
+import functools
+
+from minivlmrl.rewards.text import accuracy
+
+
 class Scorer:
     def __call__(self, completions, solution, **columns):
         return [1.0] * len(completions)
@@ -261,6 +266,15 @@ def named(completions, solution, hint=None, *, scale=1.0):
     return [scale] * len(completions)
 
 
+@functools.wraps(accuracy)
+def around(*args, **columns):
+    return accuracy(*args, **columns)
+
+
+def star(*args, **columns):
+    return [1.0] * len(columns["completions"])
+
+
 one_scorer = Scorer()
 NUMBER = 3
 """
@@ -271,9 +285,11 @@ def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
     """The name of a reward's file, and whether its code uses the columns, change nothing."""
     (tmp_path / file_name).write_text(OWN)
     received = {"unused": True, "one_scorer": True, "named": False, "named(scale=2.0)": False}
+    received |= {"around": True, "star": True}
     for name, expected in received.items():
         reward = get_reward(f"{tmp_path / file_name}:{name}")
-        assert reward.receives_all == expected and reward.columns == {"solution"}
+        assert reward.receives_all == expected
+        assert reward.columns == (set() if name == "star" else {"solution"})
     assert not any(get_reward(name).receives_all for name in REWARDS)
 
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from minivlmrl.config.import_utils import resolve_object
+from minivlmrl.config.import_utils import parameters_of, resolve_object
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.losses.grpo import grpo_loss
@@ -173,7 +173,7 @@ def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[lis
         if ":" in text:
             function = resolve_object(option, text, {})[0]
             function = like_grpo_loss(function) if option == "loss_type" else function
-            parameters = inspect.signature(function).parameters
+            parameters = parameters_of(function)
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 ignored = [f"{stage}.{name}" for name in vars(section) if name in names - parameters.keys()]
                 yield ignored, f"the function {stage}.{option} {text} has no parameter of this name"
