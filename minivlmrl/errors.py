@@ -22,6 +22,8 @@ LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}"
 
 MAX_MESSAGE = 600  # longest error message, in characters
 
+SIMILAR = 0.75  # smallest similarity of a name that a message proposes: 1 for equal names
+
 # regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
@@ -165,20 +167,26 @@ def excerpt(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
     """Return a suggestion to append to an error message about an unknown name, such as "; did you mean shapes?".
 
     Returns:
-        The text, or "" if no known name is similar.
+        The text with the most similar name, or with two equally similar names; "" if no known name is similar.
 
     Args:
         name: the unknown name.
         names: the known names.
-        prefix: path of the section that contains `names`, with a dot at the end.
-        count: maximum number of suggestions.
-        cutoff: minimum similarity of a suggestion, from 0 to 1 (difflib's ratio).
+        write: function that returns how to write a known name.
     """
-    nearest = difflib.get_close_matches(name, names, count, cutoff)
-    if not nearest:
+    words = {*name.split("_")}
+
+    def similarity(known: str) -> float:
+        is_short = len(words) > 1 and words <= {*known.split("_")}  # old_logps for old_per_token_logps
+        return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name).ratio())
+
+    similarities = {known: similarity(known) for known in names}
+    nearest = max(similarities.values(), default=0)
+    if nearest < SIMILAR:
         return ""
-    return f"; did you mean {' or '.join(prefix + match for match in nearest)}?"
+    near = [known for known, value in similarities.items() if value == nearest]
+    return f"; did you mean {' or '.join(map(write, near[:2]))}?"

@@ -15,7 +15,7 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import ImageOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.errors import did_you_mean, error_context
+from minivlmrl.errors import check_field, did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
 # options that change a model's answers; they are saved in minivlmrl.yaml beside the weights
@@ -96,13 +96,17 @@ def _build_run(
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    paths = [Path(recipe), recipes_folder() / recipe]
+    paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     for path in paths:
         if path.is_file():
+            is_recipe = path.suffix not in (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+            expected = f"a recipe; write own_data.yaml --data.train_file={path}"
+            check_field(is_recipe, "the recipe", str(path), expected)
             return path
-    names = [file.name for path in paths for file in path.parent.glob("*.yaml")]
+    names = [file.stem for path in paths for file in path.parent.glob("*.yaml")]
+    meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)
     folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
-    raise ValueError(f"{recipe}: there is no such recipe in {folders}{did_you_mean(Path(recipe).name, names)}")
+    raise ValueError(f"{recipe}: there is no such recipe in {folders}{meant}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

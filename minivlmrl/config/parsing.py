@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Type
 import yaml
 from yaml.composer import ComposerError
 
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
-from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
+from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context, excerpt
 from minivlmrl.load_extra import has_extras, load_extra
 
 
@@ -152,8 +153,8 @@ class Reader:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [key for key in values if key not in fields]
         if unknown and not self.json:
-            meant = _suggestion(self.root or cls, cls, prefix, str(unknown[0]), self.dashes)
-            raise ValueError(f"unknown key {prefix}{unknown[0]}; {meant}")
+            key = unknown[0]
+            raise ValueError(_unknown_key(self.root or cls, cls, prefix, str(key), values[key], self.dashes))
         read = {}
         for key, field in fields.items():
             if key in values:
@@ -211,25 +212,26 @@ class Reader:
         return value
 
 
-def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
-    """Suggest an option in place of an unknown key. The key may be TRL's name, or belong to a different section."""
+def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
+    """Describe an unknown key, and suggest an option. The key may be TRL's name, or belong to a different section."""
     paths = [option.path for option in options_of(root)]
-    if has_extras():
-        answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
-        if said := answer(prefix, key, dashes, paths):
-            return said
     if "." in key and key in paths:  # a recipe uses sections instead of dotted names
         parent, _, name = key.rpartition(".")
-        return f"write {name} in the section {parent}"
-    for says, words in (("the name in minivlmrl is", [key]), ("perhaps you mean", key.split("_"))):
-        elsewhere = []
-        for path in paths:
-            if key == path.replace(".", "_") or path.split(".")[-1] in words:
-                elsewhere.append(dashes + path)
-        if elsewhere:
-            return f"{says} {' or '.join(elsewhere)}"
-    names = [field.name for field in dataclasses.fields(section)]
-    return did_you_mean(key, names, dashes + prefix, count=3, cutoff=0.0).removeprefix("; ")
+        return f"unknown key {key}; write {name} in the section {parent}"
+    names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
+    known = f"; known keys are {', '.join(names)}"
+    if issubclass(root, RunConfig) and has_extras():
+        answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
+        inner, name, nested = prefix, key, {key: value}
+        while isinstance(nested, dict) and nested:  # verl's actor_rollout_ref.rollout.n
+            name, nested = next(iter(nested.items()))
+            if said := answer(inner, str(name), dashes, paths):
+                return f"unknown key {inner}{name}; {said}"
+            inner += f"{name}."
+    for path in sorted(paths, key=lambda path: not path.startswith("grpo.")):  # then the options of other sections
+        names.setdefault(path.rpartition(".")[2], path)
+    meant = did_you_mean(key, names, lambda name: dashes + names[name])
+    return f"unknown key {prefix}{key}{meant or excerpt(known, 400, str)}"
 
 
 class Option(NamedTuple):

@@ -58,7 +58,6 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
     if name in columns:
         kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else ValueError
         return kind(f"column {name!r} has no value in this row: write a value or remove the row")
-    # with difflib's own cutoff of 0.6, `conversations` would look like a typo for `completion`
-    meant = did_you_mean(name, unknown, cutoff=0.7)
+    meant = did_you_mean(name, unknown)
     kind = ValueError if meant else LayoutError
     return kind(f"column {name!r} is missing; the row has {excerpt(given, 200)}{meant or '.'} {cure}")

@@ -14,7 +14,7 @@ them). The other modules are loaded only if a recipe, a command line or a model'
 | kto.py | the KTO loss | a stage of your own |
 | inputs.py | texts and images that the first step's loss ignores | each run |
 | memory/ | the GPU memory and the shortest time that a run needs | each run, and `minivlmrl memory` |
-| names.py | replacements for option names of other projects and earlier versions | a name that is not an option |
+| names.py | what docs/coming_from.md and docs/changelog.md say about a name | a name that is not an option |
 | merge.py | an adapter merged into its base model | `minivlmrl merge` |
 | moving_reference.py | a reference model that follows the policy | `reference.sync_ref_model` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `minivlmrl parity` |

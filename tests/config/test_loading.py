@@ -319,6 +319,12 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
         with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
             load_config(name)
+    assert load_config("recipes/shapes.yaml").output_dir == "runs/shapes"  # as every page writes it
+    with pytest.raises(ValueError, match=rf"in {tmp_path}/recipes and {ours}; did you mean digits\.yaml\?"):
+        load_config("recipes/digit.yaml")
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ValueError, match=r"must be a recipe; write own_data\.yaml --data\.train_file=rows\.jsonl"):
+        load_config("rows.jsonl")
     message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}; "
     with pytest.raises(ValueError, match=message):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
@@ -326,7 +332,7 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
 
 NO_YAML = "FOLDER/recipe.yaml: the text is not valid YAML"
 REFUSED = [  # (recipe, overrides, error message)
-    ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean --grpo.beta or --grpo."),
+    ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean --grpo.beta?"),
     ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; the name in minivlmrl is sampling.ma"),
     ("grpo.beta: 4", [], "FOLDER/recipe.yaml: unknown key grpo.beta; write beta in the section grpo"),
     ({}, ["--seed.x=1"], "command line: seed is"),
@@ -340,7 +346,7 @@ REFUSED = [  # (recipe, overrides, error message)
     ("seed: " + "[" * 2000, [], NO_YAML),
     ("sft: {max_steps: 1}\nsft: {}", [], f"{NO_YAML} (the key 'sft' occurs twice"),  # YAML would take the last value
     ("sft:\n  max_steps: 1\n  max_steps: 2", [], f"{NO_YAML} (the key 'max_steps' occurs twice"),
-    (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share or "),
+    (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share?"),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
     (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section with this name"),

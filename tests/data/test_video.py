@@ -44,7 +44,7 @@ REFUSED = [  # (call, error message)
     (lambda: sample_indices(100, 30, video_start=1.0, video_end=1.0),
      "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
     (lambda: sample_indices(0, 30), "no frame can be sampled"),
-    (lambda: shown(FRAMES, pixels=2), "unknown key pixels; did you mean min_pixels or max_pixels or total_pixels"),
+    (lambda: shown(FRAMES, pixels=2), "unknown key pixels; did you mean min_pixels or max_pixels?"),
     (lambda: shown(FRAMES, max_pixels=50_000), "max_pixels is 50000, but it must be at least min_pixels, which is 100"),
     (lambda: shown(FRAMES, resized_width=100), "resized_height and resized_width must be given together"),
     (lambda: shown([]), "the video must have frames with at least 1 x 1 pixels"),

@@ -54,8 +54,8 @@ def test_each_stage_has_a_class_of_its_name():
         trainer = find_trainer(name, run)
         assert trainer.stage == name and isinstance(getattr(run, name), trainer.config_type)
     known = r"dpo, grpo, ppo, reward_model, sft, file\.py:name"
-    with pytest.raises(ValueError, match=rf"unknown stage 'tpo'; known names are: {known}; did you mean ppo\?$"):
-        find_trainer("tpo", run)
+    with pytest.raises(ValueError, match=rf"unknown stage 'gropo'; known names are: {known}; did you mean grpo\?$"):
+        find_trainer("gropo", run)
 
 
 # {stage: (the trainer's module, its loss, options other than the defaults)}
