@@ -18,7 +18,7 @@ from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.errors import phase
 from minivlmrl.model.decoder import TextModel
 from minivlmrl.model.packing import GroupBatch
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
@@ -30,7 +30,7 @@ ADVICE = (
 )
 
 
-class InputCheck(Callback):
+class InputCheck(Watcher):
     """Warns if the loss of a stage's first optimizer step does not depend on some image or text of its rows."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.errors import counted, excerpt
 from minivlmrl.rewards.registry import training_rewards
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.evaluate import lowered_metrics, noise
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
@@ -31,7 +31,7 @@ FALLEN = 0.2  # decrease of the mean reward that causes a warning, as a share of
 MEMORISED = 0.3  # difference of a reward between training rows and held-out rows that causes a warning
 
 
-class TrainingWarnings(Callback):
+class TrainingWarnings(Watcher):
     """Callback that checks the metrics after each step, and writes warnings to warnings.jsonl and to the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
@@ -122,12 +122,15 @@ class WarningRules:
     def state(self) -> str:
         """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        return json.dumps([list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes])
+        recent = [list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes]
+        return json.dumps([[*self.run.rewards.items()], *recent])
 
     def restore(self, state: str):
-        recent, said, *best_mean, rewards, self.extremes = json.loads(state)
-        if best_mean and isinstance(best_mean[0], float):  # minivlmrl 0.5 saved another value, or none
-            self.best_mean = best_mean[0]
+        """Continue with the metrics of a checkpoint, unless its rewards or weights were others."""
+        names_and_weights, *values = json.loads(state)
+        if names_and_weights != [[*item] for item in self.run.rewards.items()]:
+            return
+        recent, said, self.best_mean, rewards, self.extremes = values
         self.recent.extend(recent)
         self.said.update(said)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
@@ -232,16 +235,17 @@ class WarningRules:
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        blocks = [rewards.unflatten(0, (len(texts), -1)) for texts, rewards in self.recent_rewards]
-        columns = torch.cat(blocks).unbind(2)  # for each reward, (rows, completions per row)
-        for reward, column in zip(training_rewards(self.run), columns, strict=True):
-            is_scored = ~column.isnan().any(1)  # rows whose completions were all scored
-            if reward.name not in self.goals or "solution" not in reward.columns or not is_scored.any():
+        # a row's rewards: (completions, rewards); a resumed run may have another num_generations
+        rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
+        for index, reward in enumerate(training_rewards(self.run)):
+            # rows whose completions were all scored
+            is_scored = [not row[:, index].isnan().any() for row in rows]
+            if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
                 continue
-            counts = Counter(compress(solutions, is_scored.tolist()))
+            counts = Counter(compress(solutions, is_scored))
             [(solution, count)] = counts.most_common(1)
-            share = count / is_scored.sum().item()
-            values = column[is_scored].double()
+            share = count / sum(is_scored)
+            values = torch.cat([row[:, index] for row in compress(rows, is_scored)]).double()
             low, high, mean = values.min().item(), values.max().item(), values.mean().item()
             baseline = low + (high - low) * share
             if low < high and mean <= baseline:

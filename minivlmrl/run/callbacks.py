@@ -21,6 +21,10 @@ and warn if training does not learn or the loss ignores an input. They are extra
 To add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
@@ -28,9 +32,11 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import excerpt
 from minivlmrl.load_extra import has_extras, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.signals import Preempted
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
@@ -91,6 +97,38 @@ class Callback:
     def state_dict(self) -> dict[str, str]:
         """Return texts to save in a checkpoint, {name: text}; a resumed run finds them in TrainerState.logs."""
         return {}
+
+
+class Watcher(Callback):
+    """Base class for callbacks that only watch; their errors are printed, and the run goes on without them."""
+
+    failed = False
+
+    def __init_subclass__(cls):
+        for name in vars(cls).keys() & vars(Callback).keys() - vars(object).keys():
+            if callable(getattr(cls, name)):
+                setattr(cls, name, harmless(getattr(cls, name)))
+
+
+def harmless(hook: Callable) -> Callable:
+    @wraps(hook)
+    def call(self: Watcher, *arguments, **options):
+        try:
+            return {} if self.failed else hook(self, *arguments, **options)
+        except Preempted:
+            raise
+        except Exception as error:
+            self.failed = True
+            text = excerpt(error, 300, str).replace("\n", " ")
+            print(
+                f"{type(self).__name__} failed and no longer watches this run: {type(error).__name__}: {text}. The run "
+                "continues, and its numbers do not change",
+                file=sys.stderr,
+                flush=True,
+            )
+            return {}
+
+    return call
 
 
 WATCHERS = {  # {what a callback watches: its class in extras/}

@@ -211,6 +211,20 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
     assert said + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
 
 
+def test_a_resumed_run_may_have_other_rewards_and_more_completions():
+    """Rewards of another section `rewards` are dropped; groups may have another size."""
+    groups = groups_of("cat", "dog")
+    first, same, other = make_rules(), make_rules(), make_rules(accuracy=2.0)
+    for _ in range(BASELINE_ROLLOUTS - 1):
+        first.step(HEALTHY, rollout_with([[1.0, 1.0], [0.0, 0.0]], groups))
+    for rules in (same, other):
+        rules.restore(first.state())
+    wider = rollout_with([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], groups)
+    assert "accuracy (0.49) is no better than always answering 'cat' (0.5)" in str(same.step(HEALTHY, wider))
+    assert other.step(HEALTHY, rollout_with([[1.0, 1.0]] * 2, groups)) == []
+    assert len(other.recent) == len(other.recent_rewards) == 1
+
+
 def test_weights_without_a_gradient_are_reported():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
     rules = make_rules(model=model, state=set(model["model"].parameters()))

@@ -11,7 +11,7 @@ import pytest
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.extras import report
-from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.callbacks import Callback, Watcher, default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 from tests.helpers.children import fork_processes
@@ -114,6 +114,19 @@ def test_a_callback_that_raises_ends_the_run_with_1(end, tmp_path, place):
     steps = METHODS[place]
     assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
     assert end()[0] == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_a_watcher_that_raises_ends_no_run(end, tmp_path):
+    def fail(*_):
+        raise KeyError("a bug of the watcher")
+
+    hooks = {method for method, _ in METHODS}
+    codes, said = end(*(type(f"Fails_{hook}", (Watcher,), {hook: fail})() for hook in sorted(hooks)))
+    assert codes == [0]
+    for hook in hooks:
+        line = f"Fails_{hook} failed and no longer watches this run: KeyError: 'a bug of the watcher'. The run"
+        assert said.count(line) == 1
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
