@@ -1,0 +1,143 @@
+"""Make a vision-language model from a text model's decoder and a new vision tower.
+
+    python recipes/from_text_model.py Qwen2.5-0.5B-Instruct/ my-vlm/
+    python recipes/from_text_model.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
+
+The first folder is one of Qwen2, Qwen2.5 or Qwen3 in the Hugging Face format. Qwen2-VL and Qwen2.5-VL have the decoder
+of Qwen2 and Qwen2.5, and Qwen3-VL has that of Qwen3. In a text, the three positions of a token (time, height, width)
+are equal, and then M-RoPE is the usual RoPE. Therefore the new model computes the text model's logits until training
+changes its weights. Its tower and merger are random, so it cannot see before they are trained.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from minivlmrl.distributed.saving import save_model
+from minivlmrl.errors import check_field, mistake
+from minivlmrl.files import weight_files
+from minivlmrl.json_files import read_json
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors
+
+FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # model_type of the text model: family of the new model
+# frequencies of (time, height, width) among 64, as in published models
+MROPE = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+# config.json's keys that describe a decoder
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
+
+
+def make_config(text: dict, where: Path, depth: int, width: int, heads: int, patch_size: int) -> dict:
+    """Return the new model's config.json.
+
+    Args:
+        text: config.json of the text model.
+        where: path of this config.json, for error messages.
+    """
+    model_type = text.get("model_type")
+    check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, " or ".join(FAMILIES))
+    check_field(not text.get("use_sliding_window"), f"{where}: use_sliding_window", True, "false")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    check_field(scaling == "default", f"{where}: rope_type", scaling, "'default'; scaled positions are not supported")
+    missing = [name for name in SIZES if name not in text and name != "head_dim"]
+    check_field(not missing, f"{where}: the list of missing sizes", missing, "empty; download the file again")
+    family = FAMILIES[model_type]
+    frequencies = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+    height, width_frequencies = (share * frequencies // 64 for share in MROPE[family][1:])
+    vision = {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_heads": heads,
+        "patch_size": patch_size,
+        "out_hidden_size": text["hidden_size"],
+    }
+    if family == "qwen2_5_vl":  # every third block attends to the whole picture
+        vision |= {"window_size": 8 * patch_size, "fullatt_block_indexes": list(range(2, depth, 3)) or [0]}
+    else:
+        vision |= {"num_position_embeddings": 32**2, "deepstack_visual_indexes": []}
+    section = [frequencies - height - width_frequencies, height, width_frequencies]
+    return {
+        "model_type": family,
+        "text_config": {name: text[name] for name in SIZES if text.get(name) is not None},
+        "rope_scaling": {"type": "mrope", "mrope_section": section},
+        "rope_theta": text.get("rope_theta") or rope.get("rope_theta"),
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        "vision_config": vision,
+    }
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """Read tokenizer.json, and add the control tokens that it lacks, such as <|image_pad|> in Qwen2."""
+    file = folder / "tokenizer.json"
+    if not file.is_file() or all(token in file.read_text(encoding="utf-8") for token in SPECIAL_TOKENS):
+        tokenizer = load_tokenizer(file)
+        tokenizer.files[file.name] = file.read_bytes()
+    else:
+        backend = Backend.from_file(str(file))
+        backend.add_special_tokens(list(SPECIAL_TOKENS))
+        tokenizer = Tokenizer(backend)
+    rows = f"at most vocab_size ({vocab_size}); choose a model with more rows, such as Qwen2.5"
+    check_field(len(tokenizer) <= vocab_size, f"{file}: the number of tokens with images", len(tokenizer), rows)
+    return tokenizer
+
+
+def read_decoder(folder: Path, tied: bool) -> dict[str, Tensor]:
+    """Read the text model's weights; a tied head is the embedding."""
+    weights = {name: tensor.clone() for file in weight_files(folder) for name, tensor in read_tensors(file)}
+    if tied:
+        weights[HEAD] = weights[EMBEDDING]
+    return weights
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="folder of the text model")
+    parser.add_argument("out", type=Path, help="folder of the new model")
+    parser.add_argument("--depth", type=int, default=6, help="number of the tower's blocks")
+    parser.add_argument("--width", type=int, default=256, help="hidden size of the tower")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--patch_size", type=int, default=14, help="in pixels")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    options = parser.parse_args(arguments)
+    try:
+        build(options)
+    except Exception as error:
+        message = mistake(error)
+        if message is None:
+            raise
+        raise SystemExit(message) from error
+
+
+def build(options: argparse.Namespace):
+    """Build the new model, and save it."""
+    file = options.text / "config.json"
+    config = make_config(read_json(file), file, options.depth, options.width, options.heads, options.patch_size)
+    tokenizer = read_tokenizer(options.text, config["text_config"]["vocab_size"])
+    with tempfile.TemporaryDirectory() as folder:
+        config_file = Path(folder) / "config.json"
+        config_file.write_text(json.dumps(config), encoding="utf-8")
+        model, processor = random_model(config_file, tokenizer, options.seed)
+    decoder = read_decoder(options.text, config["tie_word_embeddings"])
+    model.to(next(iter(decoder.values())).dtype)
+    tower = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("visual.")}
+    try:
+        model.load_state_dict(decoder | tower)
+    except RuntimeError as error:
+        raise ValueError(f"{options.text}: the weights do not fit config.json: {error}; download them again") from error
+    save_model(options.out, model, processor)
+    print(f"{options.out}: {config['model_type']}, {len(decoder)} tensors of {options.text}, {len(tower)} random ones")
+
+
+if __name__ == "__main__":
+    main()
