@@ -14,7 +14,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors
 
 FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # model_type of the text model: family of the new model
-# frequencies of (time, height, width) among 64, as in published models
-MROPE = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+# 64 rotary frequencies of a published model: those of height and width; the others are of time
+MROPE = {"qwen2_5_vl": (24, 24), "qwen3_vl": (20, 20)}
 # config.json's keys that describe a decoder
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -47,13 +46,17 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
     check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, " or ".join(FAMILIES))
     check_field(not text.get("use_sliding_window"), f"{where}: use_sliding_window", True, "false")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    check_field(isinstance(rope, dict), f"{where}: rope_parameters", rope, "an object")
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     check_field(scaling == "default", f"{where}: rope_type", scaling, "'default'; scaled positions are not supported")
-    missing = [name for name in SIZES if name not in text and name != "head_dim"]
-    check_field(not missing, f"{where}: the list of missing sizes", missing, "empty; download the file again")
+    sizes = {name: text.get(name) for name in SIZES if name != "head_dim" or text.get(name) is not None}
+    sizes["rope_theta"] = text.get("rope_theta") or rope.get("rope_theta")
+    for name, value in sizes.items():
+        is_positive = isinstance(value, int | float) and value > 0
+        check_field(is_positive, f"{where}: {name}", value, "a positive number; download the file again")
     family = FAMILIES[model_type]
     frequencies = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
-    height, width_frequencies = (share * frequencies // 64 for share in MROPE[family][1:])
+    spatial = [frequencies * share // 64 for share in MROPE[family]]
     vision = {
         "depth": depth,
         "hidden_size": width,
@@ -66,12 +69,11 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
         vision |= {"window_size": 8 * patch_size, "fullatt_block_indexes": list(range(2, depth, 3)) or [0]}
     else:
         vision |= {"num_position_embeddings": 32**2, "deepstack_visual_indexes": []}
-    section = [frequencies - height - width_frequencies, height, width_frequencies]
     return {
         "model_type": family,
-        "text_config": {name: text[name] for name in SIZES if text.get(name) is not None},
-        "rope_scaling": {"type": "mrope", "mrope_section": section},
-        "rope_theta": text.get("rope_theta") or rope.get("rope_theta"),
+        "text_config": sizes,
+        "rope_scaling": {"type": "mrope", "mrope_section": [frequencies - sum(spatial), *spatial]},
+        "rope_theta": sizes["rope_theta"],
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "vision_config": vision,
     }
@@ -84,7 +86,10 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         tokenizer = load_tokenizer(file)
         tokenizer.files[file.name] = file.read_bytes()
     else:
-        backend = Backend.from_file(str(file))
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises only the class Exception
+            raise ValueError(f"{file}: the file is not a usable tokenizer.json ({error}); download it again") from error
         backend.add_special_tokens(list(SPECIAL_TOKENS))
         tokenizer = Tokenizer(backend)
     rows = f"at most vocab_size ({vocab_size}); choose a model with more rows, such as Qwen2.5"
@@ -95,7 +100,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def read_decoder(folder: Path, tied: bool) -> dict[str, Tensor]:
     """Read the text model's weights; a tied head is the embedding."""
     weights = {name: tensor.clone() for file in weight_files(folder) for name, tensor in read_tensors(file)}
-    if tied:
+    if tied and EMBEDDING in weights:
         weights[HEAD] = weights[EMBEDDING]
     return weights
 
@@ -134,7 +139,8 @@ def build(options: argparse.Namespace):
     try:
         model.load_state_dict(decoder | tower)
     except RuntimeError as error:
-        raise ValueError(f"{options.text}: the weights do not fit config.json: {error}; download them again") from error
+        message = " ".join(str(error).split())
+        raise ValueError(f"{options.text}: the weights do not fit config.json ({message}); download again") from error
     save_model(options.out, model, processor)
     print(f"{options.out}: {config['model_type']}, {len(decoder)} tensors of {options.text}, {len(tower)} random ones")
 
