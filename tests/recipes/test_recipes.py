@@ -7,6 +7,7 @@ import pytest
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
+from recipes import sums
 from recipes.digits import write_digits
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, summary
@@ -50,7 +51,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     load_model(folder / "checkpoint")
 
 
-@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b"])
+@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b", "sums"])
 def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
@@ -58,3 +59,16 @@ def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
     files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
     [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
     assert line["stage"] == "grpo" and line["completions/mean_length"] <= 4
+
+
+def test_sums_are_right_and_occur_once(tmp_path):
+    sums.main(tmp_path)
+    rows = {name: metrics(tmp_path, f"sums_{name}.jsonl") for name in ("train", "eval", "new")}
+    assert {name: len(lines) for name, lines in rows.items()} == {"train": 1000, "eval": 256, "new": 128}
+    problems = [row["problem"] for lines in rows.values() for row in lines]
+    assert len(set(problems)) == len(problems)
+    assert not {row["kind"] for row in rows["train"]} & {row["kind"] for row in rows["new"]}
+    for row in rows["train"] + rows["new"]:
+        formula = row["problem"].removeprefix("What is ").partition("?")[0]
+        if formula[0].isdigit():
+            assert row["solution"] == str(eval(formula))

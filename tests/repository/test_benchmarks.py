@@ -53,3 +53,26 @@ def test_learning(tmp_path):
     # after one step of SFT, all completions earn 0
     assert "equal for all completions" in str(first) and others == [[], []]
     assert numbers["runs"][1]["pairs"] is not None
+
+
+@pytest.mark.slow
+def test_same_curve(tmp_path, monkeypatch):
+    """Two steps of TRL and of our trainer, from the same weights and with the same rows."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    same_curve = importlib.import_module("same_curve")
+    same_curve.main(["--toy", f"--json={tmp_path / 'out.json'}"])
+    results = json.loads((tmp_path / "out.json").read_text())
+    ours, theirs = results["runs"]
+    assert (ours["side"], theirs["side"]) == same_curve.SIDES
+    assert ours["steps"] == theirs["steps"] == [0, 1, 2] and ours["accuracy"][0] == theirs["accuracy"][0]
+    for run in results["runs"]:
+        assert run["cpu_seconds"][0] == 0 and run["cpu_seconds"] == sorted(run["cpu_seconds"])
+
+
+def test_the_test_of_same_curve_counts_permutations(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    same_curve = importlib.import_module("same_curve")
+    means = {"minivlmrl": (0.8, 0.9), "TRL": (0.1, 0.2)}
+    runs = [{"side": side, "accuracy": [0.0, value]} for side, values in means.items() for value in values]
+    expected = {"minivlmrl": pytest.approx(0.85), "TRL": pytest.approx(0.15), "p": pytest.approx(2 / 6)}
+    assert same_curve.compare(runs) == expected
