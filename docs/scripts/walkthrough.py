@@ -6,7 +6,6 @@ docs.scripts.make_pages` writes the page, and a test compares it with the output
 
 import contextlib
 import html
-import inspect
 import io
 import itertools
 import re
@@ -28,10 +27,9 @@ OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8}
 HEAD = """\
 # Walkthrough
 
-What does a GRPO step compute, from an image to the new weights? Each section explains a function of
-[minimal.py](../minimal.py), and shows the shape, dtype and first values of the tensors that the function computed for
-one image and one question. [The step line by line](scripts/step.py) shows each line of these functions next to its
-tensors. In a clone, run `python -m docs.scripts.step` to write that page, docs/step.html:
+A GRPO step turns an image into new weights in eleven functions of [minimal.py](../minimal.py). Each section names one,
+and shows shape, dtype and first values of its tensors for one image and one question. `python -m docs.scripts.step`
+writes docs/step.html, which shows [each line](scripts/step.py) of these functions next to its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
@@ -104,10 +102,6 @@ the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
-# The page describes these functions only in words, because the page that scripts/step.py writes shows their lines.
-LONG = (
-    "patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "log_probabilities", "train",
-)  # fmt: skip
 FOOT = """
 ## In the package
 
@@ -156,10 +150,7 @@ def page() -> str:
     for number, (title, name, names, text) in enumerate(sections, start=1):
         variables = numbers()[name]
         lines = [shown(key if key != "return" else "returns", variables[key]) for key in names.split()]
-        code = inspect.unwrap(eval(f"minimal.{name}"))
         parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
-        if name not in LONG:
-            parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
         if lines := lines + more_lines(title):
             parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
