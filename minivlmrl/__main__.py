@@ -5,7 +5,7 @@ import os
 import sys
 
 from minivlmrl.commands.process import set_up_process
-from minivlmrl.errors import did_you_mean, mistake
+from minivlmrl.errors import did_you_mean, user_error_message
 from minivlmrl.load_extra import load_extra
 
 COMMANDS = {  # name: (module:function, one sentence)
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        line = mistake(error)
+        line = user_error_message(error)
         if line is None:
             raise
         print(f"minivlmrl {name}: {line}", file=sys.stderr)

@@ -41,12 +41,12 @@ class error_context(AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ValueError):
             if not str(error).startswith(f"{self.where}: "):
-                raise ValueError(f"{self.where}: {shortened(error)}") from error
+                raise ValueError(f"{self.where}: {truncate_message(error)}") from error
         elif isinstance(error, Exception):
             error.add_note(f"in {self.where}")
 
 
-def mistake(error: BaseException) -> str | None:
+def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that the user can fix without a traceback, otherwise None.
 
     A user can fix three kinds of errors: running out of memory, an OSError, and a ValueError that minivlmrl raises.
@@ -54,7 +54,7 @@ def mistake(error: BaseException) -> str | None:
     in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
-        size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # it gives the size, if known
+        size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # it gives the size, if known
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
     is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
     if not is_known and not isinstance(error, OSError):
@@ -70,7 +70,7 @@ def mistake(error: BaseException) -> str | None:
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
     is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path is the most useful part
-    return line if is_path else shortened(line)
+    return line if is_path else truncate_message(line)
 
 
 def is_raised_by_us(error: BaseException) -> bool:
@@ -86,19 +86,19 @@ def is_raised_by_us(error: BaseException) -> bool:
     return code.co_filename.startswith(OURS) and code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
-def check_field(valid: bool, name: str, value: Any, expected: str):
+def require(valid: bool, name: str, value: Any, expected: str):
     """Raise ValueError if `valid` is False; the message gives the field's name, its value and what is expected."""
     if not valid:
-        raise _invalid(name, value, expected)
+        raise invalid_value(name, value, expected)
 
 
-def _invalid(name: str, value: Any, expected: str) -> ValueError:
+def invalid_value(name: str, value: Any, expected: str) -> ValueError:
     # reprlib.repr converts only the first elements of a long list to text, so it is faster than repr.
     to_text = reprlib.repr if isinstance(value, list | dict) else repr
-    return ValueError(f"{name} is {excerpt(value, 80, to_text)}, but it must be {expected}")
+    return ValueError(f"{name} is {truncate(value, 80, to_text)}, but it must be {expected}")
 
 
-def shortened(error: str | Exception) -> str:
+def truncate_message(error: str | Exception) -> str:
     """Shorten long texts in an error message, such as images in base64, and the message to MAX_MESSAGE characters."""
     text = str(error)
     if len(text) > 10**6:  # the regular expression would take a long time
@@ -120,7 +120,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
-class phase(AbstractContextManager):
+class error_phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
     If phases are nested, an error names the innermost phase.
@@ -152,12 +152,12 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
         raise ValueError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 row" or "3 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def excerpt(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str:
+def truncate(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str:
     """Return a value's repr for an error message; a repr of more than `limit` characters is cut and ends with "...".
 
     Args:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.errors import counted
+from minivlmrl.errors import pluralize
 from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{index} lists {counted(len(files), 'file')}, but the folder lacks {len(missing)} of "
+            f"{index} lists {pluralize(len(files), 'file')}, but the folder lacks {len(missing)} of "
             f"them, for example {missing[0]}. Download the folder again."
         )
     return files

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half of a surrogate pair, with or without the other half
@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict:
         text = path.read_bytes()
         content = parse_json(text)
         check_surrogates(text.decode(), content)
-        check_field(isinstance(content, dict), "the content", content, "a JSON object")
+        require(isinstance(content, dict), "the content", content, "a JSON object")
         return content
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.errors import excerpt, optional_dependency
+from minivlmrl.errors import optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
 LONGEST = 2000  # maximum characters in an answer; a longer answer gets reward 0
@@ -51,13 +51,13 @@ def judge_rows(
         right_value = read(unwrap(truth_text))
         if right_value is None:
             raise ValueError(
-                f"reward {name}: the solution must be {kind}, but it is {excerpt(truth_text, 80)}; correct the row"
+                f"reward {name}: the solution must be {kind}, but it is {truncate(truth_text, 80)}; correct the row"
             )
         value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
         if value is None:
-            scored.append((0.0, f"the answer {excerpt(answer, 200)} is not {kind}" if answer else NO_ANSWER))
+            scored.append((0.0, f"the answer {truncate(answer, 200)} is not {kind}" if answer else NO_ANSWER))
         elif not same(right_value, value):
-            scored.append((0.0, f"the answer is {excerpt(answer, 200)}, not {excerpt(truth_text, 200)}"))
+            scored.append((0.0, f"the answer is {truncate(answer, 200)}, not {truncate(truth_text, 200)}"))
         else:
             scored.append((1.0, None))
     if log_extra is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import check_field, mistake
+from minivlmrl.errors import require, user_error_message
 from minivlmrl.files import weight_files
 from minivlmrl.json_files import read_json
 from minivlmrl.model.build import random_model
@@ -43,17 +43,17 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
         where: path of this config.json, for error messages.
     """
     model_type = text.get("model_type")
-    check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, " or ".join(FAMILIES))
-    check_field(not text.get("use_sliding_window"), f"{where}: use_sliding_window", True, "false")
+    require(model_type in list(FAMILIES), f"{where}: model_type", model_type, " or ".join(FAMILIES))
+    require(not text.get("use_sliding_window"), f"{where}: use_sliding_window", True, "false")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    check_field(isinstance(rope, dict), f"{where}: rope_parameters", rope, "an object")
+    require(isinstance(rope, dict), f"{where}: rope_parameters", rope, "an object")
     scaling = rope.get("rope_type") or rope.get("type") or "default"
-    check_field(scaling == "default", f"{where}: rope_type", scaling, "'default'; scaled positions are not supported")
+    require(scaling == "default", f"{where}: rope_type", scaling, "'default'; scaled positions are not supported")
     sizes = {name: text.get(name) for name in SIZES if name != "head_dim" or text.get(name) is not None}
     sizes["rope_theta"] = text.get("rope_theta") or rope.get("rope_theta")
     for name, value in sizes.items():
         is_positive = isinstance(value, int | float) and value > 0
-        check_field(is_positive, f"{where}: {name}", value, "a positive number; download the file again")
+        require(is_positive, f"{where}: {name}", value, "a positive number; download the file again")
     family = FAMILIES[model_type]
     frequencies = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
     spatial = [frequencies * share // 64 for share in MROPE[family]]
@@ -93,7 +93,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         backend.add_special_tokens(list(SPECIAL_TOKENS))
         tokenizer = Tokenizer(backend)
     rows = f"at most vocab_size ({vocab_size}); choose a model with more rows, such as Qwen2.5"
-    check_field(len(tokenizer) <= vocab_size, f"{file}: the number of tokens with images", len(tokenizer), rows)
+    require(len(tokenizer) <= vocab_size, f"{file}: the number of tokens with images", len(tokenizer), rows)
     return tokenizer
 
 
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None):
     try:
         build(options)
     except Exception as error:
-        message = mistake(error)
+        message = user_error_message(error)
         if message is None:
             raise
         raise SystemExit(message) from error

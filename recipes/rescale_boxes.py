@@ -24,8 +24,8 @@ from minivlmrl.data.boxes import NUMBER, PAIR, SPACES
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import THOUGHT_KEYS
-from minivlmrl.errors import counted
-from minivlmrl.rewards.columns import extent
+from minivlmrl.errors import pluralize
+from minivlmrl.rewards.columns import box_scale
 
 QUOTE = r"""(?:\\?["']|&quot;)"""  # \" in the JSON text of a tool call
 COMMA = r"[\s,;，]+"
@@ -94,7 +94,7 @@ def rescale_row(
         raise ValueError(f"the row has {len(images)} images, so it is unclear to which one its boxes belong")
     size = fetch_image(images[0], folder).size
     height, width = smart_resize(size[1], size[0], 28, *bounds)
-    target = extent(space, size, (width, height))
+    target = box_scale(space, size, (width, height))
     digits = 4 if space == "unit" else None
     num_boxes = 0
 
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None):
         print(json.dumps(row, ensure_ascii=False))
         without += [] if num_boxes else [number]
     if without:
-        rows = f"{len(without)} of {counted(len(lines), 'row')}"
+        rows = f"{len(without)} of {pluralize(len(lines), 'row')}"
         print(f"{options.file}: {rows} had no box to convert, the first in line {without[0]}", file=sys.stderr)
 
 

@@ -13,7 +13,7 @@ from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, wi
 from minivlmrl.data.image import smart_resize
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
-from minivlmrl.trainers.dealing import WORTH_MOVING, assign
+from minivlmrl.trainers.rebalancing import WORTH_MOVING, assign_groups
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -152,7 +152,7 @@ def test_a_packed_batch_has_the_content_of_its_parts(parts):
 
 
 @st.composite
-def dealt(draw):
+def lengths_of_ranks(draw):
     """Draw the numbers of tokens in the groups of each rank; all ranks have the same number of groups."""
     ranks, groups = draw(st.integers(1, 8)), draw(st.integers(1, 6))
     tokens = st.lists(st.integers(1, 1000), min_size=groups, max_size=groups)
@@ -160,9 +160,9 @@ def dealt(draw):
 
 
 @any_input
-@given(dealt())
+@given(lengths_of_ranks())
 def test_groups_are_dealt_once_and_more_evenly(lengths):
-    parts = assign(lengths)
+    parts = assign_groups(lengths)
     ranks, groups = len(lengths), len(lengths[0])
     assert [len(part) for part in parts] == [groups] * ranks
     assert sorted(place for part in parts for place in part) == [(r, i) for r in range(ranks) for i in range(groups)]

@@ -10,7 +10,7 @@ import torch
 from docs.scripts.picture import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 from minivlmrl.losses.grpo import TermInputs, clipped
 from minivlmrl.losses.ppo import gae
-from minivlmrl.model.attention import GroupLayout, visible
+from minivlmrl.model.attention import PackedLayout, attention_mask
 from minivlmrl.model.families.qwen2_5_vl import Qwen2_5VisionConfig
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
@@ -134,8 +134,8 @@ def advantages() -> str:
 def mask() -> str:
     """Draw the attention mask for one packed sequence with two prompts and two completions for each prompt."""
     prompts, completions = [4, 3], [[4, 3], [3, 4]]
-    layout, cell, left, top = GroupLayout(prompts, completions), 24, 128, 92
-    sees = visible(layout).tolist()
+    layout, cell, left, top = PackedLayout(prompts, completions), 24, 128, 92
+    sees = attention_mask(layout).tolist()
     names, colors, spans, start = iter("pabqcd"), (*BLUES, *ORANGES), [], 0
     for group, prompt in enumerate(prompts):
         for length in [prompt, *(n - 1 for n in completions[group])]:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context, excerpt
+from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context, truncate
 from minivlmrl.load_extra import load_extra
 
 
@@ -149,7 +149,7 @@ def check_function(kind: str, text: str, function: Any):
         )
     if not callable(function):
         raise ValueError(
-            f"{kind} {text} is {excerpt(function, 80)}, but it must be a function or an object with __call__"
+            f"{kind} {text} is {truncate(function, 80)}, but it must be a function or an object with __call__"
         )
 
 
@@ -165,7 +165,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
         raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise ValueError(
-            f"stages: {stage} is {excerpt(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
+            f"stages: {stage} is {truncate(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
         )
     return cls
 

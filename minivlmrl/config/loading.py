@@ -15,7 +15,7 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import ImageOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.errors import did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
 # options that change a model's answers; they are saved in minivlmrl.yaml beside the weights
@@ -101,7 +101,7 @@ def _find_recipe(recipe: str | Path) -> Path:
         if path.is_file():
             is_recipe = path.suffix not in (".json", ".jsonl", ".csv", ".tsv", ".parquet")
             expected = f"a recipe; write own_data.yaml --data.train_file={path}"
-            check_field(is_recipe, "the recipe", str(path), expected)
+            require(is_recipe, "the recipe", str(path), expected)
             return path
     names = [file.stem for path in paths for file in path.parent.glob("*.yaml")]
     meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)

@@ -14,7 +14,7 @@ from yaml.composer import ComposerError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
-from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context, excerpt
+from minivlmrl.errors import did_you_mean, error_context, invalid_value, require, truncate
 from minivlmrl.load_extra import has_extras, load_extra
 
 
@@ -120,13 +120,13 @@ class Reader:
             number_type, bounds = typing.get_args(hint)
             number = self._read_plain(number_type, value, name)
             if not within_bounds(number, bounds):
-                raise _invalid(name, number, bounds_text(bounds))
+                raise invalid_value(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
             # Types are also compared: Literal[1] must reject True, which equals 1 in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
-                raise _invalid(name, value, type_text(hint))
+                raise invalid_value(name, value, type_text(hint))
             return value
         if origin is dict:
             return self._read_dict(hint, value, name)
@@ -142,12 +142,12 @@ class Reader:
             with suppress(ValueError, OverflowError):
                 value = float(value)
         is_valid = hint is Any or type(value) is plain
-        check_field(is_valid, name, value, f"of type {type_text(plain)}")
+        require(is_valid, name, value, f"of type {type_text(plain)}")
         return self._changed(hint, value, name)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section of a file; `name` is the section's path, or "" for the whole file."""
-        check_field(isinstance(values, dict), name or "the file", values, "an object with names and values")
+        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -178,11 +178,11 @@ class Reader:
                 continue  # a name without a file must be in the union's Literal
             with suppress(ValueError):
                 return self.read(choice, value, name)
-        raise _invalid(name, value, f"of type {type_text(hint)}")
+        raise invalid_value(name, value, f"of type {type_text(hint)}")
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        check_field(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
+        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
         read = {}
         for key, item in value.items():
             if item is None and ":" in str(key) and not self.json:
@@ -198,10 +198,10 @@ class Reader:
             value = [value]  # a text stands for a list with one item, as in --dpo.loss_type=ipo
         # JSON and YAML have no tuples, so a list is accepted for a tuple.
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
-        check_field(is_valid, name, value, f"of type {type_text(hint)}")
+        require(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
             return origin(self.read(inside[0], item, name) for item in value)
-        check_field(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
+        require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
         items = zip(inside, value, strict=True)
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
@@ -231,7 +231,7 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")):  # then the options of other sections
         names.setdefault(path.rpartition(".")[2], path)
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
-    return f"unknown key {prefix}{key}{meant or excerpt(known, 400, str)}"
+    return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
 
 class Option(NamedTuple):

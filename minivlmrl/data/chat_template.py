@@ -4,10 +4,10 @@ from itertools import groupby
 from pathlib import Path
 
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, part_kind
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 
 
-class Control(str):
+class SpecialToken(str):
     """A control token such as <|im_end|>; a str with the same characters is ordinary text."""
 
 
@@ -15,13 +15,13 @@ class RewrittenTurnsError(ValueError):
     """Raised if a chat template changes a turn when more turns follow, for example by dropping the turn's thought."""
 
 
-START = Control("<|im_start|>")
-END = Control("<|im_end|>")
+START = SpecialToken("<|im_start|>")
+END = SpecialToken("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
-ENDS = (END, Control("<|endoftext|>"))
+ENDS = (END, SpecialToken("<|endoftext|>"))
 # Placeholders. Test `piece is IMAGE`, because a user's text "<|image_pad|>" is equal to IMAGE.
-IMAGE = Control("<|image_pad|>")
-VIDEO = Control("<|video_pad|>")
+IMAGE = SpecialToken("<|image_pad|>")
+VIDEO = SpecialToken("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
@@ -37,14 +37,14 @@ def render(messages: list[dict]) -> list[str]:
         messages: see data/messages.py. If the first message is not a system message, the default system message is
             inserted before it.
     Returns:
-        The prompt's texts and control tokens in order. Each control token is a Control, so that text with the same
+        The prompt's texts and control tokens in order. Each control token is a SpecialToken, so that text with the same
         characters stays text. Neighboring texts are joined into one str, because transformers also tokenizes the text
         between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
-    pieces = [piece for message in messages for piece in layout_turn(message)]
+    pieces = [piece for message in messages for piece in render_message(message)]
     return join_text([*pieces, START, "assistant\n"])
 
 
@@ -53,7 +53,7 @@ def as_jinja(name: str = "qwen2_5_vl") -> str:
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
-def layout_turn(message: dict) -> list[str]:
+def render_message(message: dict) -> list[str]:
     """Render one message as texts and control tokens.
 
     Raises:
@@ -62,18 +62,18 @@ def layout_turn(message: dict) -> list[str]:
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(
             "this chat template can only render messages that have content and no tool_calls, but "
-            f"a message is {excerpt(message, 80)}"
+            f"a message is {truncate(message, 80)}"
         )
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)
         if kind is None:
-            raise ValueError(f"a part of a message must be text, an image or a video, but it is {excerpt(part, 80)}")
+            raise ValueError(f"a part of a message must be text, an image or a video, but it is {truncate(part, 80)}")
         if kind == "text":
             pieces.append(part["text"])
         else:
             placeholder = IMAGE if kind == "image" else VIDEO
-            pieces += [Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]
+            pieces += [SpecialToken("<|vision_start|>"), placeholder, SpecialToken("<|vision_end|>")]
     return [START, f"{message['role']}\n", *pieces, END, "\n"]
 
 
@@ -94,10 +94,10 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         if any(turn.get(key) for key in THOUGHT_KEYS):
             raise ValueError(
-                f"the chat template does not render the thought of the answer {excerpt(turn, 80)}; write "
+                f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
-        start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
+        start, role, *inside, newline = render_message(turn)  # inside ends with <|im_end|>
         flagged += [(start, False), (role, False)]
         flagged += [(piece, is_trained(turn)) for piece in inside]
         flagged.append((newline, False))
@@ -107,7 +107,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 def join_text(pieces: list[str]) -> list[str]:
     """Join neighboring texts in a list of rendered texts and control tokens, and drop empty texts."""
     joined = []
-    for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, Control)):
+    for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, SpecialToken)):
         neighbors = list(run)
         joined += neighbors if is_control else ["".join(neighbors)]
     return joined

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from minivlmrl.config.types import BoxSpace
-from minivlmrl.errors import did_you_mean, excerpt
+from minivlmrl.errors import did_you_mean, truncate
 
 # {column: types of its values}; a row may have only one of the columns problem, prompt and messages
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
@@ -60,4 +60,4 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
         return kind(f"column {name!r} has no value in this row: write a value or remove the row")
     meant = did_you_mean(name, unknown)
     kind = ValueError if meant else LayoutError
-    return kind(f"column {name!r} is missing; the row has {excerpt(given, 200)}{meant or '.'} {cure}")
+    return kind(f"column {name!r} is missing; the row has {truncate(given, 200)}{meant or '.'} {cure}")

@@ -28,7 +28,7 @@ from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video
-from minivlmrl.errors import counted, error_context
+from minivlmrl.errors import error_context, pluralize
 from minivlmrl.files import digest
 
 CONTROL = re.compile(r"<\|\w{1,40}\|>")  # a control token, such as <|im_end|>
@@ -122,10 +122,10 @@ class RowFacts:
     num_images: int  # in the prompt
     num_videos: int
     prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
-    media_stamp: int  # checksum of the sizes and times of the row's media files; the same in all processes
+    media_fingerprint: int  # checksum of the sizes and times of the row's media files; the same in all processes
     text_bytes: dict[str, int]  # bytes in the texts of the prompt, and of each column in ANSWERS
     solution: Plain  # value of the `solution` column, which a run compares with answers before the first step
-    spelled: tuple[str, ...]  # control tokens that are spelled out in the row's texts, such as <|im_end|>
+    literal_tokens: tuple[str, ...]  # control tokens that are spelled out in the row's texts, such as <|im_end|>
     boxes: dict[str, str]  # {column in ANSWERS: the first box in this answer}
     box_space: str | None  # the units of the row's boxes
     # size and options of each image in the prompt and the answers; an unknown size is None
@@ -182,7 +182,7 @@ class FileDataset(Sequence[Row]):
             missing += missing_files
         if missing:
             raise ValueError(
-                f"{path}: {counted(len(missing), 'missing image or video file')} in "
+                f"{path}: {pluralize(len(missing), 'missing image or video file')} in "
                 f"{file.folder.resolve()}, for example {', '.join(missing[:5])}. Correct the paths, or "
                 "set data.image_root to the folder that they start from. A video is a file or a list of its frames, "
                 "not a folder."
@@ -240,9 +240,9 @@ class FileDataset(Sequence[Row]):
         return [facts.prompt_hash for facts in self.facts]
 
     @property
-    def media_stamp(self) -> str:
+    def media_fingerprint(self) -> str:
         """Return a hash of the sizes and times of all image and video files, which only rank 0 has read."""
-        return digest([repr([facts.media_stamp for facts in self.facts])])
+        return digest([repr([facts.media_fingerprint for facts in self.facts])])
 
 
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
@@ -266,7 +266,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
     solution = row.columns.get("solution")
-    spelled = CONTROL.findall("".join([*texts.values(), str(solution)]))
+    literal_tokens = CONTROL.findall("".join([*texts.values(), str(solution)]))
     shown = media + [part["image"] for part in answer_image_parts(row)]
     images = [item for item in shown if item.kind == "image"]
     with error_context(row.where):
@@ -277,10 +277,10 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         num_images=sum(item.kind == "image" for item in media),
         num_videos=sum(item.kind == "video" for item in media),
         prompt_hash=hash(repr((row.messages, sizes))),
-        media_stamp=crc32(repr((sizes, times)).encode()),
+        media_fingerprint=crc32(repr((sizes, times)).encode()),
         text_bytes={name: len(text.encode()) for name, text in texts.items()},
         solution=solution,
-        spelled=tuple(dict.fromkeys(spelled)),
+        literal_tokens=tuple(dict.fromkeys(literal_tokens)),
         boxes=find_boxes(answers),
         box_space=row.columns.get("box_space"),
         images=tuple((image_size(item, file.folder) if checks_files else None, item.options) for item in images),

@@ -25,8 +25,8 @@ from minivlmrl.data.chat_template import (
     END,
     IMAGE,
     VIDEO,
-    Control,
     RewrittenTurnsError,
+    SpecialToken,
     as_jinja,
     join_flagged,
     join_text,
@@ -34,7 +34,7 @@ from minivlmrl.data.chat_template import (
 from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
-from minivlmrl.errors import counted, did_you_mean, error_context, excerpt
+from minivlmrl.errors import did_you_mean, error_context, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
 
 # files that can contain a chat template, in the order in which transformers reads them
@@ -75,10 +75,10 @@ class ChatTemplate:
             raise self._error(error) from error
         # The regular expression tries longer control tokens first, because a token may begin with another token.
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
-        controls = {name: Control(name) for name in control_names}
+        controls = {name: SpecialToken(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
         self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
-        self.spelled = re.compile("|".join(map(_spelled, control_names)))
+        self.literal_tokens = re.compile("|".join(map(_literal_pattern, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
@@ -87,7 +87,7 @@ class ChatTemplate:
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
-                written.append(self._lay_out(messages, True))
+                written.append(self._render(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
             # A special token of a single character, such as "#", is left out, because users' texts may contain "#".
@@ -128,7 +128,7 @@ class ChatTemplate:
                 Only the thoughts in assistant turns may be missing.
         """
         conversation, mark = self._marked(messages)
-        pieces = join_text(self._cut(self._lay_out(conversation, True), mark))
+        pieces = join_text(self._cut(self._render(conversation, True), mark))
         shown_kinds = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
         message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
         if shown_kinds != message_kinds:
@@ -151,7 +151,7 @@ class ChatTemplate:
                 text.
         """
         conversation, mark = self._marked([*messages, *turns])
-        text = self._lay_out(conversation, False)
+        text = self._render(conversation, False)
         flagged = []
         end = None  # the previous assistant turn's end
         for turn_number in range(len(messages), len(conversation)):
@@ -182,10 +182,10 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        beginning = self._lay_out(messages, add_generation_prompt)
+        beginning = self._render(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
-                f"the template renders the first {counted(len(messages), 'message')} differently if more messages "
+                f"the template renders the first {pluralize(len(messages), 'message')} differently if more messages "
                 "follow, so the answer cannot be located; use a template that only appends text for further "
                 "messages, or remove the thoughts from the answer if the prompt has none",
                 RewrittenTurnsError,
@@ -193,14 +193,14 @@ class ChatTemplate:
         return len(beginning)
 
     @cached_property
-    def opened(self) -> str:
+    def generation_prefix(self) -> str:
         """The opening tag at the end of every prompt, such as "<think>\\n"; "" if the template writes no tag."""
         messages = [{"role": "user", "content": "?"}]
-        prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
+        prompt = self._render(messages, True).removeprefix(self._render(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
-    def declaring(self, tools: list[dict]) -> "ChatTemplate":
+    def with_tools(self, tools: list[dict]) -> "ChatTemplate":
         """Return a copy of the chat template that lists `tools` (JSON schemas) in each prompt."""
         if "in tools" not in self.text:
             raise self._error(
@@ -223,9 +223,9 @@ class ChatTemplate:
         # The mark is a Chinese character, because a template could strip a space or escape a symbol. No text has it.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
-        return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
+        return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
-    def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         try:
             return self.template.render(
                 messages=messages,
@@ -272,7 +272,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     return template
 
 
-def _spelled(name: str) -> str:
+def _literal_pattern(name: str) -> str:
     """Return a regular expression for the first character of a control token, such as the < of "<|im_end|>"."""
     # This also matches "<|im_ end|>", because a template could strip the space, and "<|im_" at the end of a text.
     others = [re.escape(character) for character in name[1:]]
@@ -325,7 +325,7 @@ def _template_in(path: Path) -> str | None:
     if text is None and path.name != "chat_template.json":
         return None
     if not isinstance(text, str):
-        raise ValueError(f"{path}: chat_template is {excerpt(text, 40)}, but it must be the text of a template")
+        raise ValueError(f"{path}: chat_template is {truncate(text, 40)}, but it must be the text of a template")
     return text
 
 

@@ -38,10 +38,10 @@ class Batches(Iterator[list[Row]]):
     completions are sampled on any number of ranks. Background threads compute the next batch's prompts.
 
     Args:
-        draws: number of batches that a resumed run has already used.
+        batches_consumed: number of batches that a resumed run has already used.
     """
 
-    def __init__(self, dataset: Dataset, trainer: Any, draws: int = 0):
+    def __init__(self, dataset: Dataset, trainer: Any, batches_consumed: int = 0):
         options = trainer.run.data
         seed = trainer.run.seed
         self.dataset = dataset
@@ -53,17 +53,17 @@ class Batches(Iterator[list[Row]]):
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
-        draw_size = self.step_size * trainer.steps_per_rollout
-        self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
+        batch_size = self.step_size * trainer.steps_per_rollout
+        self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
         # Each worker uses only one CPU thread in PyTorch, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
-        self.draws = draws
-        self.next_draw = self.draw(draws)
+        self.batches_consumed = batches_consumed
+        self.next_batch = self.batch_rows(batches_consumed)
         self.ahead: list[Future] = []  # the first rows of the next batch, which threads are preparing
 
-    def draw(self, number: int) -> list[tuple[int, str]]:
+    def batch_rows(self, number: int) -> list[tuple[int, str]]:
         """Return (index in the dataset, text that seeds random numbers) for each row in this rank's part of a batch."""
         numbers = next(self.numbers)
         rows = []
@@ -73,23 +73,23 @@ class Batches(Iterator[list[Row]]):
         return rows
 
     def __next__(self) -> list[Row]:
-        draw = self.next_draw
-        self.next_draw = self.draw(self.draws + 1)
-        futures = self.ahead + self.submit(draw[len(self.ahead) :])
-        self.ahead = self.submit(self.next_draw[: self.max_ahead])
+        batch = self.next_batch
+        self.next_batch = self.batch_rows(self.batches_consumed + 1)
+        futures = self.ahead + self.submit(batch[len(self.ahead) :])
+        self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
             rows = self.wait_for(futures)
         except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.wait("read images")  # which may take longer than the timeout of the run
-        self.draws += 1
+        self.world.barrier("read images")  # which may take longer than the timeout of the run
+        self.batches_consumed += 1
         return rows
 
-    def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        return [self.workers.submit(self.prepare, index, key) for index, key in draw]
+    def submit(self, batch: list[tuple[int, str]]) -> list[Future]:
+        return [self.workers.submit(self.prepare_row, index, key) for index, key in batch]
 
-    def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
+    def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
         """Load a row, or the next readable row, and compute its prompt. Also return the errors of skipped rows."""
 
         def use(row: Row) -> Prompt:
@@ -158,7 +158,7 @@ def next_readable(
     )
 
 
-def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+def shuffled(size: int, per_batch: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
     """Yield lists of shuffled row indices. A resumed run skips the indices that it has already used."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
@@ -166,4 +166,4 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
     passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
     numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
     while True:
-        yield list(itertools.islice(numbers, per_draw))
+        yield list(itertools.islice(numbers, per_batch))

@@ -29,7 +29,7 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
-from minivlmrl.errors import counted, error_context, excerpt
+from minivlmrl.errors import error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
 # keys of an image or video part that may name a file, such as "image_url" or "path"
@@ -96,7 +96,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         A name for error messages, and the path. For bytes and data URIs, a byte stream replaces the path.
     """
     if isinstance(source, bytes | bytearray):
-        return counted(len(source), "byte"), io.BytesIO(source)
+        return pluralize(len(source), "byte"), io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
@@ -250,7 +250,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {excerpt(source, 60)}")
+        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {truncate(source, 60)}")
     return Media(kind, source, options)
 
 

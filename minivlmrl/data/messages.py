@@ -8,7 +8,7 @@ have "tool_calls" instead of content. "Turn" is another word for a message.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 
 MARK = re.compile("<(image|video)>")  # tag that an image or video replaces in a text
 KINDS = ("image", "video")
@@ -99,7 +99,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise ValueError(
-            f"data.prompt_template {excerpt(template, 60)} contains a tag for an image or video, but the "
+            f"data.prompt_template {truncate(template, 60)} contains a tag for an image or video, but the "
             "prompt's parts already contain images or videos; remove the tag"
         )
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
@@ -148,11 +148,11 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
-        images, videos = (counted(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
+        images, videos = (pluralize(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
         raise ValueError(
-            f"the prompt has {counted(places[0], 'place')} for an image and {counted(places[1], 'place')} for a video"
-            f", but {images} and {videos} were given. A place is a part {{type: image}} without a file or, in a prompt "
-            "without parts, a tag <image> or <video>. Add what is missing, or reword a tag that is only text"
+            f"the prompt has {pluralize(places[0], 'place')} for an image and {pluralize(places[1], 'place')} for a "
+            f"video, but {images} and {videos} were given. A place is a part {{type: image}} without a file or, in a "
+            "prompt without parts, a tag <image> or <video>. Add what is missing, or reword a tag that is only text"
         )
 
 
@@ -175,7 +175,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(
-                f"{name} has the key {key!r} with {excerpt(value[key], 40)}, which is not read; the keys are "
+                f"{name} has the key {key!r} with {truncate(value[key], 40)}, which is not read; the keys are "
                 f"{', '.join(known)}. Remove the key; an image is a part {{type: image, image: ...}}"
             )
 
@@ -192,12 +192,12 @@ def check_messages(messages: list[dict]):
         if not (isinstance(fields.get("role"), str) and are_calls and says):
             raise ValueError(
                 f"message {number} must have a role, and content that is a text or a list of "
-                f"parts, but it is {excerpt(message, 80)}"
+                f"parts, but it is {truncate(message, 80)}"
             )
         for part in content_parts(message):
             if part_kind(part) is None:
                 raise ValueError(
-                    f"message {number} has a part that is neither text, image nor video: {excerpt(part, 80)}"
+                    f"message {number} has a part that is neither text, image nor video: {truncate(part, 80)}"
                 )
         if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")

@@ -9,7 +9,15 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, Control, RewrittenTurnsError, render, render_completion
+from minivlmrl.data.chat_template import (
+    ENDS,
+    IMAGE,
+    VIDEO,
+    RewrittenTurnsError,
+    SpecialToken,
+    render,
+    render_completion,
+)
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.messages import as_turns, check_counts, check_ends, part_kind, parts_of, shown_parts_of
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -66,7 +74,7 @@ class Processor:
             seconds.append(time)
         # In Qwen3-VL's prompt, a timestamp such as "<0.3 seconds>" precedes each pair of frames of a video.
         if self.image_processor.videos is not None:
-            pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
+            pieces, grids, seconds = self.image_processor.videos.insert_timestamps(pieces, grids, seconds)
         # torch.cat refuses an empty list, so a prompt without images needs an empty tensor
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
@@ -128,8 +136,8 @@ class Processor:
 
         If the chat template ends a prompt with an opening tag such as "<think>", the decoded text begins with the tag.
         """
-        opened = self.template.opened if self.template else ""
-        return opened + self.decode(completion.ids[completion.policy_mask])
+        generation_prefix = self.template.generation_prefix if self.template else ""
+        return generation_prefix + self.decode(completion.ids[completion.policy_mask])
 
 
 def shown_parts(
@@ -222,7 +230,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
     ids = []
     written = []
     for piece_ids, (piece, is_written) in zip(encoded_pieces, pieces, strict=True):
-        is_vision = isinstance(piece, Control) and piece in VISION
+        is_vision = isinstance(piece, SpecialToken) and piece in VISION
         ids += piece_ids
         written += [is_written and not is_vision] * len(piece_ids)
     return Completion(torch.tensor(ids), policy_mask=torch.tensor(written), pictures=pictures)

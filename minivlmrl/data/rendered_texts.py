@@ -8,7 +8,7 @@ from unicodedata import normalize
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 
 # thoughts at the beginning of an answer; the first tag <think> is missing if the prompt ends with <think>
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
@@ -38,7 +38,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
         return None
     text, number, kind = missing[0]
     role = messages[number]["role"]
-    return f"message {number} completely: the {kind} {excerpt(text, 60)} of the role {role!r} is missing or changed"
+    return f"message {number} completely: the {kind} {truncate(text, 60)} of the role {role!r} is missing or changed"
 
 
 def _compact(text: str) -> str:

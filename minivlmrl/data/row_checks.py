@@ -39,7 +39,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, counted, error_context, excerpt
+from minivlmrl.errors import error_context, pluralize, require, truncate
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # {role: the keys of its turns}
@@ -119,16 +119,16 @@ def check_columns(columns: dict, known: Collection[str]):
         if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other data
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
-            check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
+            require(False, "column 'solution'", value, "a text with at most one <answer> tag")
         if name in ("tools", "functions") and name not in known and declares_tools(value):
             raise ValueError(
-                f"column {name!r} declares tools that the prompt would not show: {excerpt(value, 60)}. Remove the "
+                f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
                 f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
                 kind = LayoutError if isinstance(value, str | dict) else ValueError
-                raise kind(f"column {name!r} is {excerpt(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
+                raise kind(f"column {name!r} is {truncate(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
             with error_context(f"column {name!r}"):
                 check_turns(as_turns(value), name == "prompt")
 
@@ -138,7 +138,7 @@ def check_prompts(columns: dict, template: str):
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
-        check_field(not given, "data.prompt_template", template, expected)
+        require(not given, "data.prompt_template", template, expected)
     if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":  # prompt and answer in one column
         given += [name for name in ["completion"] if columns.get(name) is not None]
     if len(given) > 1:
@@ -164,14 +164,14 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
     if foreign:
         raise LayoutError(
             f"message {turns.index(foreign[0])} must have a role, and content that is a text or a list of parts, but "
-            f"it is {excerpt(foreign[0], 80)}"
+            f"it is {truncate(foreign[0], 80)}"
         )
     check_messages(turns)
     roles = [turn["role"] for turn in turns]
     if not turns or not TURN_KEYS.keys() >= set(roles):
         raise LayoutError(
             f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are "
-            f"{excerpt(roles, 80)}"
+            f"{truncate(roles, 80)}"
         )
     for number, turn in enumerate(turns):
         check_loss_keys(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
@@ -191,7 +191,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
     is_mixed = any(flags.values()) and not all(flags.values())
     if is_mixed or any(flag not in (False, True) for flag in flags.values()):
         raise ValueError(
-            f"{name}: {excerpt(flags, 80)} must be true, 1, false or 0, and must not contradict each other"
+            f"{name}: {truncate(flags, 80)} must be true, 1, false or 0, and must not contradict each other"
         )
     if any(flags.values()) and not can_be_trained:
         raise ValueError(
@@ -204,7 +204,7 @@ def check_parts(turn: dict, name: str):
     """Raise ValueError if a part or a tool call of a turn contains something that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise ValueError(
-            f"a text seems to contain an image that the model would not see: {excerpt(encoded[0], 60)}. Write it as a "
+            f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
             "part {type: image, image: ...}"
         )
     for part in content_parts(turn):
@@ -212,7 +212,7 @@ def check_parts(turn: dict, name: str):
         if kind == "text":
             check_keys(part, ("type", "text"), f"a text of {name}")
         elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
-            raise ValueError(f"{name} has a part of two kinds: {excerpt(part, 80)}; write two parts")
+            raise ValueError(f"{name} has a part of two kinds: {truncate(part, 80)}; write two parts")
     for call in turn.get("tool_calls") or []:
         check_keys(call, CALL_KEYS, f"a tool call of {name}")
         check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
@@ -225,11 +225,11 @@ def check_texts(columns: dict):
         if isinstance(value, str) and RENDERED.match(value):
             raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
         if isinstance(value, str) and is_list_text(value, name):
-            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {excerpt(value, 60)}")
+            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {truncate(value, 60)}")
     for name in MEDIA:
         value = columns.get(name)
         if isinstance(value, str) and literal_list(value) is not None:
-            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {excerpt(value, 60)}")
+            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {truncate(value, 60)}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
         raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")
@@ -339,7 +339,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
                 continue
             target = f"{kind}s" if isinstance(columns[name], list) else kind
             article = "an" if kind == "image" else "a"
-            shown = counted(len(item), "byte") if isinstance(item, bytes) else excerpt(item, 60)
+            shown = pluralize(len(item), "byte") if isinstance(item, bytes) else truncate(item, 60)
             raise ValueError(
                 f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
                 f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "

@@ -15,7 +15,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
-from minivlmrl.errors import check_field, error_context, excerpt, optional_dependency
+from minivlmrl.errors import error_context, optional_dependency, require, truncate
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
 # types in parquet files that JSON does not have; values of these types are converted to text
@@ -87,7 +87,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
-        check_field(split in names, f"{folder}@{split}", split, f"a split of the folder: {', '.join(names) or 'none'}")
+        require(split in names, f"{folder}@{split}", split, f"a split of the folder: {', '.join(names) or 'none'}")
         parquet_files = [path for path in parquet_files if splits[path] == split]
     elif len(names) > 1:
         raise ValueError(
@@ -162,7 +162,7 @@ class Lines:
         with error_context(self.where(index)):
             columns = parse_json(text, ROW_DECODER.decode)
             check_surrogates(text, columns)
-            check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
+            require(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
             return columns
 
 
@@ -191,7 +191,7 @@ class Arrow:
                 raise ValueError(f"{path}: the parquet file cannot be read ({error})") from error
             for name in column_names:
                 if name and column_names.count(name) > 1:
-                    raise ValueError(f"{path}: two columns have the name {excerpt(name, 60)}; rename one of them")
+                    raise ValueError(f"{path}: two columns have the name {truncate(name, 60)}; rename one of them")
             for group in range(file.num_row_groups):
                 self.groups.append((path, file_start, file, group))
                 self.starts.append(self.starts[-1] + file.metadata.row_group(group).num_rows)

@@ -16,7 +16,7 @@ from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
-from minivlmrl.errors import counted, error_context
+from minivlmrl.errors import error_context, pluralize
 
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 TOKEN_BYTES = 3  # rough number of text bytes per token, for estimates that are only used to sort rows
@@ -81,7 +81,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     media = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
         frames = video.read(counter.image_processor).frames
-        media.append(f"a video of {counted(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
+        media.append(f"a video of {pluralize(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
     return RowSize(
         text_tokens=prompt_tokens - image_tokens,
         image_tokens=image_tokens,

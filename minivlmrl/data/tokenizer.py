@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minivlmrl.data.chat_template import Control
-from minivlmrl.errors import excerpt
+from minivlmrl.data.chat_template import SpecialToken
+from minivlmrl.errors import truncate
 from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens, in the order of their ids (151643 to 151656 in published checkpoints)
@@ -71,13 +71,13 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        if isinstance(text, Control):
+        if isinstance(text, SpecialToken):
             return [self.special_tokens[text]]
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             raise ValueError(
-                f"the text {excerpt(text, 60)} is not valid Unicode; it may contain a lone surrogate"
+                f"the text {truncate(text, 60)} is not valid Unicode; it may contain a lone surrogate"
             ) from error
 
     def decode(self, ids: list[int]) -> str:
@@ -131,7 +131,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from error
     if unknown:
         raise ValueError(
-            f"{path} lacks the token {excerpt(unknown[0], 60)}, which {' or '.join(TOKEN_FILES)} lists; {advice}"
+            f"{path} lacks the token {truncate(unknown[0], 60)}, which {' or '.join(TOKEN_FILES)} lists; {advice}"
         )
     return tokenizer
 

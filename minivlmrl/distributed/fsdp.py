@@ -31,7 +31,7 @@ from minivlmrl.distributed.weights import (
     shard_rows,
     units,
 )
-from minivlmrl.model.attention import GroupAttention, GroupLayout
+from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -278,7 +278,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         device = world.device  # not the weights' device, which may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
-        attention = GroupAttention(GroupLayout([1], [[]], device))
+        attention = GroupAttention(PackedLayout([1], [[]], device))
         while world.sum(0)[0]:  # another rank runs one more decode step
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends

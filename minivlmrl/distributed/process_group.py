@@ -26,7 +26,7 @@ NO_LIMIT = timedelta(days=30)  # the longest timeout that a process group accept
 NOTICE = 60.0  # seconds after which a rank prints which ranks it is waiting for
 LAST_ERRORS = 5.0  # seconds within which all ranks must raise an error to save a checkpoint together
 # process group in which ranks wait for each other; None if there is only one rank
-waiting_group: dist.ProcessGroup | None = None
+barrier_group: dist.ProcessGroup | None = None
 
 
 @dataclass
@@ -39,7 +39,7 @@ class World:
     # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    max_wait: float | None = None  # seconds that `wait` waits for other ranks; None means no limit
+    max_wait: float | None = None  # seconds that `barrier` waits for other ranks; None means no limit
     store: Store | None = None  # store in which ranks see whether another rank is late or has failed
     # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
     ends_group: bool = True
@@ -107,7 +107,7 @@ class World:
         dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
-    def wait(self, work: str = "do its part"):
+    def barrier(self, work: str = "do its part"):
         """Wait until all ranks have done their work, which may take longer than World.timeout.
 
         After a minute, the rank prints which ranks it is waiting for. If a rank hangs for longer than World.max_wait,
@@ -121,12 +121,12 @@ class World:
             RuntimeError: the process of a rank has ended, or a rank is more than World.max_wait late.
         """
         if self.size > 1:
-            with self.noticed(work):
+            with self.log_stragglers(work):
                 monitored_barrier(longest_wait(self.max_wait))
-        self.watch()
+        self.restart_watchdog()
 
     @contextmanager
-    def noticed(self, work: str) -> Iterator[None]:
+    def log_stragglers(self, work: str) -> Iterator[None]:
         """Context manager that prints which ranks are late if its block takes longer than a minute."""
         store = self.store
         if store is None:
@@ -150,15 +150,15 @@ class World:
             timer.cancel()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def hang_watchdog(self) -> Iterator[None]:
         """Context manager that ends the process with a traceback and exit code 1 if its block hangs."""
-        self.watch()
+        self.restart_watchdog()
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def watch(self):
+    def restart_watchdog(self):
         """Restart the time limit World.max_wait for this process.
 
         With several ranks, the limit is twice as long, so that the waiting ranks can save a checkpoint first.
@@ -222,7 +222,7 @@ class World:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        self.wait(name)
+        self.barrier(name)
         for error in filter(None, self.gather_objects(future.exception())):
             raise error from future.exception()  # which has this rank's traceback
         return future.result()
@@ -241,9 +241,6 @@ class World:
         """
         result = self.gather_objects(self.run_on_rank_zero(work, name))[0]
         return result  # pyright: ignore[reportReturnType] (None only if work returned None)
-
-    def barrier(self):
-        self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Replace each parameter's gradient with the sum of the gradients of all ranks."""
@@ -273,9 +270,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     Args:
         num_threads: number of CPU threads for this process; None uses default_num_threads.
         timeout: seconds that a rank waits for another rank in a collective operation before the
-            run ends with an error. World.wait has no such limit.
+            run ends with an error. World.barrier has no such limit.
         sharded: True if weights are sharded; then even a single process needs a process group.
-        max_wait: seconds that a rank waits for another rank in World.wait; None means no limit.
+        max_wait: seconds that a rank waits for another rank in World.barrier; None means no limit.
 
     Raises:
         ValueError: there is no GPU for this rank, or the ranks cannot be connected.
@@ -304,10 +301,10 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
             store = attempt_store(time_limit)
         connect(store, rank, size, device, time_limit)
         if size > 1:
-            global waiting_group
+            global barrier_group
             with ending_with_dead_hosts(timeout):
                 # pyright does not know that new_group returns a group to all members of the group
-                waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
+                barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
     return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
@@ -328,8 +325,8 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
         RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
             that is late, for example "Rank 1 failed to pass monitoredBarrier".
     """
-    if waiting_group is not None:
-        dist.monitored_barrier(waiting_group, limit, wait_all_ranks=names_all)
+    if barrier_group is not None:
+        dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)
 
 
 def default_num_threads(local_size: int) -> int:
@@ -348,7 +345,7 @@ def default_num_threads(local_size: int) -> int:
 
 def shutdown(world: World):
     """Wait for all ranks, and destroy the process group of the run, if there is one."""
-    world.wait("finish the run")
+    world.barrier("finish the run")
     faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank

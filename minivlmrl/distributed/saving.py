@@ -11,7 +11,7 @@ from torch import Tensor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import phase
+from minivlmrl.errors import error_phase
 from minivlmrl.files import INDEX, INFERENCE_CONFIG, ONE_FILE, replacing, save_tensors
 from minivlmrl.json_files import write_json
 from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensors, write_settings
@@ -48,7 +48,7 @@ def save_model(
         max_shard_size: maximum size for one weights file, in bytes.
     """
     world = world or World()
-    with phase("save"), ExitStack() as saving:
+    with error_phase("save"), ExitStack() as saving:
         reshard(model)
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}

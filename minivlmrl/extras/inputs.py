@@ -15,7 +15,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.rows import Prompt, Row
-from minivlmrl.errors import phase
+from minivlmrl.errors import error_phase
 from minivlmrl.model.decoder import TextModel
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.run.callbacks import Watcher
@@ -41,7 +41,7 @@ class InputCheck(Watcher):
         if trainer.stage in self.checked_stages:
             return
         self.checked_stages.add(trainer.stage)
-        with phase("forward"):
+        with error_phase("forward"):
             found = trainer.world.run_on_all_ranks(partial(check_inputs, trainer, step), "check the inputs of the loss")
         warnings = trainer.world.gather_objects(found)
         if trainer.world.is_main:

@@ -19,7 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, phase
+from minivlmrl.errors import error_context, error_phase
 from minivlmrl.files import digest, save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -101,7 +101,7 @@ class ReferenceLogps(Callback):
             stored = load_file(self.file)
         else:
             stored = {}
-            with phase("reference"):
+            with error_phase("reference"):
                 for name in (trainer.stage, "eval"):
                     if name in self.datasets:
                         stored |= compute(trainer, self.datasets[name])
@@ -129,7 +129,7 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             local[key_of(prompt, ids)] = torch.cat(answers[2 * number : 2 * number + 2])
     reshard(trainer.policy)
-    trainer.world.wait("compute reference log-probabilities")
+    trainer.world.barrier("compute reference log-probabilities")
     stored = {}
     for values in trainer.world.gather_objects(local):
         stored |= values

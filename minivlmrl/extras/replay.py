@@ -96,7 +96,7 @@ class StopBefore(Callback):
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         if (trainer.stage, number) != self.wanted:
             return
-        last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
+        last_batch = Batches(batches.dataset, trainer, batches.batches_consumed - 1)
         rows = [group[0].row for group in step.groups] or next(last_batch)
         raise Reached(trainer, optimizer, step, rows)
 
@@ -118,8 +118,8 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
         # A checkpoint without the file COMPLETE is damaged, or is being removed by a run that is still training.
         if not (path / COMPLETE).is_file():
             continue
-        progress = read_trainer_state(path)
-        if (progress.stage, progress.step) <= wanted_step:
+        state = read_trainer_state(path)
+        if (state.stage, state.step) <= wanted_step:
             state = path
     print(f"{stage} step {number}, replayed from {state or 'the start of the run'}")
 

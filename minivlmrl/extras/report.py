@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import check_field, error_context, excerpt
+from minivlmrl.errors import error_context, require, truncate
 from minivlmrl.files import RUN_CONFIG, file_to_write
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
@@ -175,7 +175,7 @@ def read_summary(path: Path) -> dict:
     build(Summary, summary, str(path), json=True)
     for name, values in summary.items():
         if name != "chance":
-            check_field(isinstance(values, dict), f"{path}: {name}", values, "an object with names and numbers")
+            require(isinstance(values, dict), f"{path}: {name}", values, "an object with names and numbers")
             check_numbers(values, f"{path}: {name}")
     return summary
 
@@ -183,7 +183,7 @@ def read_summary(path: Path) -> dict:
 def check_numbers(values: dict, where: str):
     for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
-        check_field(is_number or value is None or name == "stage", f"{where}: {name}", value, "a number")
+        require(is_number or value is None or name == "stage", f"{where}: {name}", value, "a number")
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
@@ -280,7 +280,7 @@ def data_uri(folder: Path, path: str) -> str:
     # Only files in images/ are allowed, so that a manipulated completions.jsonl cannot put other files into the report.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
-            f"{excerpt(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
+            f"{truncate(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
             "this file."
         )
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"

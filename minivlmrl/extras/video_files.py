@@ -13,7 +13,7 @@ import torch
 from minivlmrl.data.image_settings import FPS, SAMPLING
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, open_source
 from minivlmrl.data.video import FRAME_FACTOR, Video, check_size
-from minivlmrl.errors import counted, error_context, optional_dependency
+from minivlmrl.errors import error_context, optional_dependency, pluralize
 
 MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled frames
 
@@ -148,7 +148,7 @@ def sample_indices(
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(
-            f"the video has {counted(total_frames, 'frame')} at {video_fps} per second, so no frame can be sampled"
+            f"the video has {pluralize(total_frames, 'frame')} at {video_fps} per second, so no frame can be sampled"
         )
     duration = total_frames / video_fps
     video_start = sampling.pop("video_start", 0.0)
@@ -158,7 +158,7 @@ def sample_indices(
     if first_frame >= last_frame:
         raise ValueError(
             f"no two frames lie between video_start {video_start} and video_end {video_end}; the video has "
-            f"{counted(total_frames, 'frame')} at {video_fps:.6g} per second ({duration:.6g} seconds)"
+            f"{pluralize(total_frames, 'frame')} at {video_fps:.6g} per second ({duration:.6g} seconds)"
         )
     num_frames = last_frame - first_frame + 1
     nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
@@ -194,7 +194,7 @@ def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampli
         nframes = math.floor(wanted_frames / frame_factor) * frame_factor
     if not FRAME_FACTOR <= nframes <= total_frames:
         raise ValueError(
-            f"cannot sample {nframes} frames of a video of {counted(total_frames, 'frame')}; the number must "
+            f"cannot sample {nframes} frames of a video of {pluralize(total_frames, 'frame')}; the number must "
             "be at least 2, and at most the number of frames of the video"
         )
     return nframes

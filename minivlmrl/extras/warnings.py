@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.evaluate import lowered_metrics, noise
@@ -252,7 +252,7 @@ class WarningRules:
                 yield (
                     f"blind {reward.name}",
                     f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} ({mean:.3g}) is no better "
-                    f"than always answering {excerpt(solution, 80)} ({baseline:.3g}). Check that each solution "
+                    f"than always answering {truncate(solution, 80)} ({baseline:.3g}). Check that each solution "
                     f"belongs to its row; if it does, the model needs {self.demonstrations}.",
                 )
 
@@ -267,6 +267,6 @@ class WarningRules:
             return
         yield (
             "untouched",
-            f"{counted(len(names), 'trainable parameter')} never had a gradient, for example {names[0]}. Add them to "
+            f"{pluralize(len(names), 'trainable parameter')} never had a gradient, for example {names[0]}. Add them to "
             "model.freeze; parameters of the vision tower have no gradient if no row has an image.",
         )

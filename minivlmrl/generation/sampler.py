@@ -79,7 +79,7 @@ class Sampler:
         """Sample completions of all prompts in one batch."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         groups = self.sample_with(prompts, num_generations, sample_token)
-        self.world.wait("sample completions")
+        self.world.barrier("sample completions")
         return groups
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:

@@ -25,7 +25,7 @@ from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_a
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, rectangles
 
 
-class GroupLayout:
+class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
     A packed sequence has prompt 0 and its completions, then prompt 1 and its completions, and so on. The last token of
@@ -73,7 +73,7 @@ class GroupLayout:
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
-        blocks, self.slots = self.lay_blocks(device)
+        blocks, self.slots = self.pad_blocks(device)
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
@@ -89,7 +89,7 @@ class GroupLayout:
                 tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first one
         return tokens
 
-    def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
+    def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Arrange token positions in two matrices per prompt length, one for prompts and one for completions.
 
         Returns:
@@ -123,7 +123,7 @@ def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
-def visible(layout: GroupLayout) -> Tensor:
+def attention_mask(layout: PackedLayout) -> Tensor:
     """Return a packed sequence's attention mask (N, N), True where token i attends to token j."""
     tokens = []  # each token's (group, row); row 0 is the prompt, row i completion i of the group
     for number, prompt_span in enumerate(layout.prompt_spans):
@@ -143,7 +143,7 @@ class GroupAttention:
         keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can use them after a prefill.
     """
 
-    def __init__(self, layout: GroupLayout, keep_keys: bool = False):
+    def __init__(self, layout: PackedLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []

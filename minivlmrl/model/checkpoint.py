@@ -18,7 +18,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import image_settings, read_image_processor, video_settings, write_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
@@ -212,8 +212,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
     for name, field in PATCHES.items():
         value, expected = getattr(config.vision_config, field), getattr(images, name)
-        check_field(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
-    check_field(
+        require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
+    require(
         config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
         config.vocab_size,
@@ -223,7 +223,7 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
         expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
-        check_field(value == expected, name, value, f"{expected} as in tokenizer.json")
+        require(value == expected, name, value, f"{expected} as in tokenizer.json")
 
 
 def end_token_ids(folder: Path) -> list[int]:
@@ -232,7 +232,7 @@ def end_token_ids(folder: Path) -> list[int]:
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
     is_valid = all(isinstance(token_id, int) and token_id >= 0 for token_id in ids)
-    check_field(is_valid, f"{file}: eos_token_id", value, "the id of a token, or a list of ids")
+    require(is_valid, f"{file}: eos_token_id", value, "the id of a token, or a list of ids")
     return ids
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
@@ -50,7 +50,7 @@ def _check_model_type(config: dict, where: str):
     expected = f"{' or '.join(FAMILIES)}; no other family is supported"
     if isinstance(model_type, str) and re.fullmatch(TEXT_MODELS, model_type):
         expected += ". This is a text model; choose a vision-language model"
-    check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
+    require(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
     for name in names:
         section = config.get(name)
         if section:
-            check_field(isinstance(section, dict), f"{where}: {name}", section, "an object")
+            require(isinstance(section, dict), f"{where}: {name}", section, "an object")
             return section
     return {}
 
@@ -124,7 +124,7 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
     ]
     for key, value, supported in settings:
         is_supported = value is None or value in supported
-        check_field(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
+        require(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
 
 
 def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
@@ -163,4 +163,4 @@ def _check(config: ModelConfig):
          f"fewer than num_hidden_layers ({num_layers})"),
     ]  # fmt: skip
     for holds, name, value, expected in rules:
-        check_field(holds, name, value, expected)
+        require(holds, name, value, expected)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import random_numbers
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -293,7 +293,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
         kind = next((kind for kind, of_kind in kinds.items() if of_kind.search(name)), part_of(name))
         if kind == target or pattern.fullmatch(name):
             target_names.append(name)
-    check_field(
+    require(
         bool(target_names),
         "target",
         target,

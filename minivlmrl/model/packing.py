@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.linear_log_softmax import join_masks
-from minivlmrl.model.attention import GroupLayout
+from minivlmrl.model.attention import PackedLayout
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.rope import get_rope_index
 
@@ -38,7 +38,7 @@ class GroupBatch:
     policy_mask: Tensor
     # (2, K) int64 pairs (index of a completion token, token id that top_k or top_p kept); K is 0 if neither is set
     sampling_mask: Tensor
-    layout: GroupLayout
+    layout: PackedLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
     # (merged tokens, width) cached output of a frozen vision tower for all images, or None
     vision_embeds: Tensor | None = None
@@ -75,34 +75,34 @@ def pack(
         completions: each prompt's completions; a prompt may have none.
         config: the model's config, which determines token ids and image positions.
         device: device for all tensors in the batch except image_grid_thw.
-        rows: each completion's row index; see GroupLayout.
+        rows: each completion's row index; see PackedLayout.
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
         raise ValueError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    spans = []  # Spans in input_ids order
+    segments = []  # in input_ids order
     for prompt, group in zip(prompts, completions, strict=True):
-        spans += lay_group(prompt, group, config)
+        segments += pack_group(prompt, group, config)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    searched_ids = torch.cat([span.image_ids for span in spans])  # (N,)
+    searched_ids = torch.cat([segment.image_ids for segment in segments])  # (N,)
     vision_index = torch.isin(searched_ids, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
     policy_mask = torch.cat([nothing, *(completion.policy_mask for completion in all_completions)]).float()
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
-    pixel_values = torch.cat([patches for span in spans for patches in span.pixel_values])
+    pixel_values = torch.cat([patches for segment in segments for patches in segment.pixel_values])
     return GroupBatch(
-        input_ids=to_device(torch.cat([span.ids for span in spans]), device),
-        position_ids=to_device(torch.cat([span.position_ids for span in spans], dim=1), device),
+        input_ids=to_device(torch.cat([segment.ids for segment in segments]), device),
+        position_ids=to_device(torch.cat([segment.position_ids for segment in segments], dim=1), device),
         pixel_values=to_device(pixel_values, device),
-        image_grid_thw=torch.cat([grids for span in spans for grids in span.grids]),
+        image_grid_thw=torch.cat([grids for segment in segments for grids in segment.grids]),
         vision_index=to_device(vision_index, device),
         completion_ids=to_device(scored, device),
         policy_mask=to_device(policy_mask, device),
         sampling_mask=to_device(join_masks(scored, masks), device),
-        layout=GroupLayout(prompt_lengths, completion_lengths, device, rows),
+        layout=PackedLayout(prompt_lengths, completion_lengths, device, rows),
         prompts=prompts,
         vision_embeds=join_vision_embeds(prompts, all_completions),
     )
@@ -134,7 +134,7 @@ def pack_turns(
 
 
 @dataclass
-class Span:
+class Segment:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
@@ -145,26 +145,26 @@ class Span:
     grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
-def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Return the spans of a prompt and its completions; the positions of each completion begin after the prompt."""
+def pack_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Segment]:
+    """Return the segments of a prompt and its completions; the positions of each completion begin after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
-    spans = [Span(ids, ids, position_ids, [prompt.pixel_values], [grids])]
+    segments = [Segment(ids, ids, position_ids, [prompt.pixel_values], [grids])]
     next_position = int(position_ids.max()) + 1
     for completion in group:
-        span = Span(
+        segment = Segment(
             ids=completion.ids[:-1],
             image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
             position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )
         if completion.pictures:
-            span.pixel_values = [patches for _, patches, _ in completion.pictures]
+            segment.pixel_values = [patches for _, patches, _ in completion.pictures]
             grids = torch.tensor([grid for *_, grid in completion.pictures])
-            span.grids = [grids]
-            span.position_ids = next_position + get_rope_index(span.image_ids, grids, config)
-        spans.append(span)
-    return spans
+            segment.grids = [grids]
+            segment.position_ids = next_position + get_rope_index(segment.image_ids, grids, config)
+        segments.append(segment)
+    return segments
 
 
 def join_vision_embeds(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import FilePath
-from minivlmrl.errors import check_field, error_context, excerpt
+from minivlmrl.errors import error_context, require, truncate
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -115,7 +115,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
         for name, tensor in _read_tensors(folder / WEIGHTS).items():
             match = TENSOR.fullmatch(name)
             if match is not None and match[2] == "lora_A":
-                check_field(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
+                require(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
                 shapes[hub_name(match[1])] = len(tensor)
         ranks = set(shapes.values())
         if len(ranks) != 1 or config.alpha_pattern:
@@ -152,7 +152,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
             is_valid = is_float and bool(tensor.isfinite().all())
             expected = "a finite float tensor with at least 16 bits per value"
-            check_field(is_valid, name, tensor.dtype, expected)
+            require(is_valid, name, tensor.dtype, expected)
             match = TENSOR.fullmatch(name)
             if match is None:
                 raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
@@ -172,10 +172,10 @@ def _read_config(file: Path) -> PeftConfig:
     with error_context(file):
         for name in UNSUPPORTED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(f"{name} is {excerpt(values[name], 60)}, which is not supported. {MERGE}")
+                raise ValueError(f"{name} is {truncate(values[name], 60)}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
             is_name = LAYER.fullmatch(name) is not None
-            check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
+            require(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
     return config
 
 

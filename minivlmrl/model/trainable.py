@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from minivlmrl.config.types import LAYERS, Frozen
-from minivlmrl.errors import check_field, counted
+from minivlmrl.errors import pluralize, require
 from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter, part_of
 
 
@@ -46,8 +46,8 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
         first, last = int(match[2]), int(match[3])
-        expected = f"a range within 0-{count - 1}, because the model has {counted(count, 'such layer')}"
-        check_field(first <= last < count, "model.freeze", text, expected)
+        expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
+        require(first <= last < count, "model.freeze", text, expected)
         prefixes += [f"{kind}{number}." for number in range(first, last + 1)]
     return tuple(prefixes)
 

@@ -106,7 +106,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
 
 
 @dataclass
-class Layout:
+class VisionLayout:
     """The layout of a batch of patches: their order, their rotary angles and their attention segments."""
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
@@ -121,14 +121,14 @@ class Layout:
 @lru_cache(maxsize=8)
 # Sampling runs in inference mode, but training uses the same layouts, and autograd rejects inference tensors.
 @torch.inference_mode(False)
-def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
+def vision_layout(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> VisionLayout:
     """Compute the order of the patches, their rotary angles, and the windows in which they attend to each other."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
     order = to_device(patches[merged].flatten(), device)
     cos, sin = vision_rotary(image_grid_thw, config, device)
-    return Layout(
+    return VisionLayout(
         order=order,
         raster_order=to_device(merged.argsort(), device),
         cos=cos[order, None],
@@ -168,7 +168,7 @@ class VisionTransformer(VisionTower):
             (M, out_hidden_size) merged tokens, in the order of images and videos, and in raster order within each.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        layout = lay_out(grids, self.config, pixel_values.device)
+        layout = vision_layout(grids, self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
             attends_to_frame = i in self.config.fullatt_block_indexes

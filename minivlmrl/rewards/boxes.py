@@ -13,7 +13,7 @@ from typing import Any
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
@@ -152,7 +152,7 @@ def score_boxes(
             continue
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"solution {excerpt(solution, 300)} {requirement}")
+            raise ValueError(f"solution {truncate(solution, 300)} {requirement}")
         predicted = [(label, box.to(size)) for label, box in read(answer or "", extent)]
         if not predicted:
             scored.append((0.0, NO_ANSWER if answer is None else NO_BOX))

@@ -65,7 +65,7 @@ def reward_columns(
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         flat += group
         row_of_each += [row] * len(group)
-        extents += [image_extents(row, prompt, processor)] * len(group)
+        extents += [image_and_box_sizes(row, prompt, processor)] * len(group)
     texts = [processor.decode_assistant_turn(completion) for completion in flat]
     arguments = RewardArguments(
         completions=texts,
@@ -76,7 +76,7 @@ def reward_columns(
         answer_texts=[find_answer(text, processor.answer_format) for text in texts],
         turn_texts=[[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],
         image_sizes=[size for size, _ in extents],
-        answer_extents=[extent for _, extent in extents],
+        answer_extents=[box_scale for _, box_scale in extents],
         environments=[completion.environment for completion in flat],
         row_rewards=[row.columns.get("row_rewards") for row in row_of_each],
         extras=[completion.extra for completion in flat],
@@ -87,7 +87,7 @@ def reward_columns(
     return columns | {name: value for name, value in vars(arguments).items() if value is not None}
 
 
-def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
+def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
     """Return the size of a row's first image twice: in pixels of the file, and in the units of the answer's boxes."""
     if not row.images:
         return None, None
@@ -96,10 +96,10 @@ def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size 
     # The image's size was stored when the prompt was built, so the image file need not be opened again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
-    return size, extent(space, size, (width * patch_size, height * patch_size))
+    return size, box_scale(space, size, (width * patch_size, height * patch_size))
 
 
-def extent(space: str, original: Size, resized: Size) -> Size:
+def box_scale(space: str, original: Size, resized: Size) -> Size:
     """Return the image's width and height in the units of box coordinates, for example (1000, 1000).
 
     Args:

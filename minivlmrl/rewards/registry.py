@@ -20,7 +20,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import text_of
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
@@ -76,7 +76,7 @@ class RewardLog:
         if name in STEP_METRICS:  # otherwise, the step's own value would be lost
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise ValueError(f"log_metric: {name} is {excerpt(number, 80)}, but it must be a finite number")
+            raise ValueError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
@@ -116,7 +116,7 @@ class Reward:
         # a built-in reward does not use its **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def on(self, world: World, log: RewardLog | None = None) -> "Reward":
+    def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Copy the reward for a run on all ranks: if its function fails on one rank, all ranks raise RewardFailed."""
         return replace(self, world=world, log=log)
 
@@ -167,7 +167,7 @@ class Reward:
         except Overtime as error:
             prefix = rows[0] and f"{rows[0]}: "
             raise RewardFailed(
-                f"{prefix}reward {self.name}, for {counted(len(texts), 'completion')} from this row on: {error}; "
+                f"{prefix}reward {self.name}, for {pluralize(len(texts), 'completion')} from this row on: {error}; "
                 "make it faster, or increase max_reward_seconds"
             ) from error
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
@@ -181,8 +181,8 @@ class Reward:
                 one = {name: [values[i]] for name, values in columns.items()}
                 self.function(**one | callbacks)
             except Exception:
-                return f"{row and f'{row}: '}reward {self.name}, for the completion {excerpt(text, 80)}"
-        return f"reward {self.name}, for {counted(len(rows), 'completion')} together"
+                return f"{row and f'{row}: '}reward {self.name}, for the completion {truncate(text, 80)}"
+        return f"reward {self.name}, for {pluralize(len(rows), 'completion')} together"
 
 
 def get_reward(name: str) -> Reward:
@@ -214,7 +214,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         scored_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise RewardFailed(
-            f"reward {name} returned {excerpt(values, 80)}, but "
+            f"reward {name} returned {truncate(values, 80)}, but "
             f"it must return a list with one number per completion, here {len(completions)}"
         ) from error
     checked = []
@@ -226,7 +226,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
             checked.append(float(value))
         else:
             raise RewardFailed(
-                f"{prefix}reward {name} returned {excerpt(value, 80)} for the completion {excerpt(text, 80)}, "
+                f"{prefix}reward {name} returned {truncate(value, 80)} for the completion {truncate(text, 80)}, "
                 "but it must return a finite number, or None if it cannot score the completion"
             )
     return checked
@@ -245,8 +245,8 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """
     if len(values) != len(extras):
         raise ValueError(
-            f"log_extra: {column!r} has {counted(len(values), 'value')} for {counted(len(extras), 'completion')}; give "
-            "one value for each completion"
+            f"log_extra: {column!r} has {pluralize(len(values), 'value')} for {pluralize(len(extras), 'completion')}; "
+            "give one value for each completion"
         )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 
 # full-width characters, as Chinese and Japanese keyboards write them, and the plain characters with the same meaning
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | {ord("。"): ".", ord("｡"): ".", 0x3000: " "}
@@ -51,7 +51,7 @@ def format_error(completion: str) -> str | None:
     before, thought, between, answer, after = ANY_TAG.split(completion)
     outside = (before + between + after).strip()
     if outside:
-        return f"text outside of the tags: {excerpt(outside, 80)}"
+        return f"text outside of the tags: {truncate(outside, 80)}"
     if not thought.strip():
         return "no text between <think> and </think>"
     return None if answer.strip() else "no text between <answer> and </answer>"
@@ -78,7 +78,7 @@ def accuracy(
         elif found is None:
             reasons.append(NO_ANSWER)
         elif found != expected:
-            reasons.append(f"the answer is {excerpt(found, 200)}, not {excerpt(expected, 200)}")
+            reasons.append(f"the answer is {truncate(found, 200)}, not {truncate(expected, 200)}")
         else:
             reasons.append(None)
     if log_extra is not None:
@@ -101,7 +101,7 @@ def solution_text(solution: Any) -> str:
     is_list = isinstance(solution, list | tuple)
     if isinstance(solution, dict) or (is_list and (len(solution) == 1 or not has_only_numbers(solution))):
         raise ValueError(
-            f"solution {excerpt(solution, 80)} is an object or a list, which no answer can equal; write one text or "
+            f"solution {truncate(solution, 80)} is an object or a list, which no answer can equal; write one text or "
             "number as the solution, or use a reward that reads such solutions"
         )
     if isinstance(solution, float) and solution.is_integer():

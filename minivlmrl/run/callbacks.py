@@ -32,7 +32,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 from minivlmrl.load_extra import has_extras, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
@@ -119,7 +119,7 @@ def harmless(hook: Callable) -> Callable:
             raise
         except Exception as error:
             self.failed = True
-            text = excerpt(error, 300, str).replace("\n", " ")
+            text = truncate(error, 300, str).replace("\n", " ")
             print(
                 f"{type(self).__name__} failed and no longer watches this run: {type(error).__name__}: {text}. The run "
                 "continues, and its numbers do not change",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_part, shard_rows
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
@@ -71,22 +71,22 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
     return files
 
 
-def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
+def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
     """Return {name of a tensor: [(first row, number of rows, file), ...]} for the files of a checkpoint."""
-    pieces = {}
+    shards = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118
                 first, name = key.split(":", 1)
                 rows = handle.get_slice(key).get_shape()[0]
-                pieces.setdefault(name, []).append((int(first), rows, file))
-    return pieces
+                shards.setdefault(name, []).append((int(first), rows, file))
+    return shards
 
 
-def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
+def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
     """Read the rows `start` to `end` (exclusive) of a tensor from the files of a checkpoint."""
     parts = []
-    for first, num_rows, file in pieces:
+    for first, num_rows, file in shards:
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
@@ -97,15 +97,15 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 
 @torch.no_grad()
-def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
+def read_into(tensor: Tensor, name: str, shards: list[tuple[int, int, Path]]):
     """Copy the rows that this rank holds from a checkpoint into a tensor; raise ValueError if shape or dtype differ."""
-    saved_rows = sum(num_rows for _, num_rows, _ in pieces)
+    saved_rows = sum(num_rows for _, num_rows, _ in shards)
     tensor_rows = len(tensor) if tensor.dim() else 1
-    check_field(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))
+    require(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))
     local, start = local_rows(tensor)
     if len(local):
-        rows = read_rows(name, pieces, start, start + len(local))
+        rows = read_rows(name, shards, start, start + len(local))
         saved = [rows.dtype, *rows.shape]
         expected = [local.dtype, *local.shape]
-        check_field(saved == expected, name, saved, str(expected))
+        require(saved == expected, name, saved, str(expected))
         local.copy_(rows)

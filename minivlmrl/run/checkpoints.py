@@ -2,7 +2,7 @@
 
 output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
-    run.json                 TrainerState, the run's progress
+    run.json                 TrainerState, the state of the run
     complete.json            checksums of the other files; written last
 
 A run saves checkpoints only after the last optimizer step on a rollout, so a checkpoint contains no completions. A
@@ -32,12 +32,12 @@ from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import counted, error_context, excerpt, phase
+from minivlmrl.errors import error_context, error_phase, pluralize, truncate
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoint_files import find_pieces, read_into, sampled_blocks, write_tensors
+from minivlmrl.run.checkpoint_files import find_shards, read_into, sampled_blocks, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
 from minivlmrl.run.signals import Preempted, StopSignals
@@ -48,7 +48,7 @@ COMPLETE = "complete.json"
 UPDATE = "optimizer"  # the phase in which an error leaves some weights updated and others not
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows a batch has
-DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # keys under which run.json stores hashes of an adapter's base weights, of each data file and of each code file
 BASE = "weights below the adapter"
 ROWS = "rows of "
@@ -154,18 +154,18 @@ class CheckpointManager:
         self.can_save = True  # False while a rollout is in use
         signals.can_stop = lambda: self.can_save
 
-    def after_update(self, progress: TrainerState, ends_rollout: bool):
+    def after_update(self, state: TrainerState, ends_rollout: bool):
         """After an update of the weights, record whether a checkpoint can be saved before the next update."""
-        self.can_save = ends_rollout or self.ends_stage(progress)
+        self.can_save = ends_rollout or self.ends_stage(state)
 
-    def after_step(self, progress: TrainerState, log: MetricsLog):
+    def after_step(self, state: TrainerState, log: MetricsLog):
         """Save a checkpoint after an optimizer step if one is due, and stop the run after a signal."""
-        if self.can_save and self.is_due(progress.steps, self.ends_stage(progress)):
-            self.ensure_saved(progress, log, self.world)
+        if self.can_save and self.is_due(state.steps, self.ends_stage(state)):
+            self.ensure_saved(state, log, self.world)
         self.signals.stop_if_preempted()
 
-    def ends_stage(self, progress: TrainerState) -> bool:
-        return progress.step == getattr(self.config, self.stage).max_steps
+    def ends_stage(self, state: TrainerState) -> bool:
+        return state.step == getattr(self.config, self.stage).max_steps
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
         """Return True on all ranks if the option checkpoint_minutes or checkpoint_steps requires a checkpoint now."""
@@ -178,43 +178,43 @@ class CheckpointManager:
             return True
         return stage_ends and bool(every_steps or minutes)
 
-    def folder_of(self, progress: TrainerState) -> Path:
-        return self.folder / f"{progress.steps:06d}"
+    def folder_of(self, state: TrainerState) -> Path:
+        return self.folder / f"{state.steps:06d}"
 
-    def ensure_saved(self, progress: TrainerState, log: MetricsLog, world: World):
+    def ensure_saved(self, state: TrainerState, log: MetricsLog, world: World):
         """Save a checkpoint for the current step, unless one already exists.
 
         Args:
             world: the ranks that save together.
         """
-        if self.saved_steps != progress.steps:
-            progress.num_log_lines = log.lines_to_keep()
-            progress.logs = {}
+        if self.saved_steps != state.steps:
+            state.num_log_lines = log.lines_to_keep()
+            state.logs = {}
             for callback in self.callbacks:
-                progress.logs.update(callback.state_dict())
-            self.save(self.folder_of(progress), progress, world)
+                state.logs.update(callback.state_dict())
+            self.save(self.folder_of(state), state, world)
 
     @contextmanager
-    def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
+    def saved_on_error(self, state: TrainerState, log: MetricsLog) -> Iterator[None]:
         """After an error between two weight updates, save a checkpoint, and add a note on how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
             # True if the current stage has begun in this process
-            has_stepped = progress.steps > 0 and self.stage == self.config.stage_names[progress.stage]
+            has_stepped = state.steps > 0 and self.stage == self.config.stage_names[state.stage]
             if has_stepped or isinstance(error, Preempted):
                 folder = None
                 if has_stepped and self.can_save and not is_in_update(error):
-                    folder = self.try_to_save(progress, log, error)
+                    folder = self.try_to_save(state, log, error)
                 if folder is not None:
-                    error.add_note(f"saved after step {progress.steps} in {folder}: continue with --resume=auto")
+                    error.add_note(f"saved after step {state.steps} in {folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):
                     error.add_note(f"--resume=auto continues from {older[-1]}")
                 else:
                     error.add_note("no checkpoint was saved yet: start the run again")
             raise
 
-    def try_to_save(self, progress: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
+    def try_to_save(self, state: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
         """Save a checkpoint after an error, on all ranks together or, if each rank holds all weights, on one of them.
 
         Returns:
@@ -222,55 +222,55 @@ class CheckpointManager:
         """
         try:
             is_saved = self.world.run_after_error(
-                lambda world: self.ensure_saved(progress, log, world), alone=not self.config.uses_fsdp
+                lambda world: self.ensure_saved(state, log, world), alone=not self.config.uses_fsdp
             )
         except Exception as failure:
             first_line = str(failure).partition("\n")[0]
             error.add_note(f"no checkpoint could be saved after this error ({first_line})")
             return None
-        return self.folder_of(progress) if is_saved else None
+        return self.folder_of(state) if is_saved else None
 
     def to_resume(self, datasets: Mapping[str, Dataset]) -> TrainerState:
         """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
         config = self.config
         recipe = recipe_values(config)
         if self.world.is_main:  # other ranks have not read the files
-            stamped = {name: rows.media_stamp for name, rows in datasets.items() if isinstance(rows, FileDataset)}
+            stamped = {name: rows.media_fingerprint for name, rows in datasets.items() if isinstance(rows, FileDataset)}
             recipe |= {f"{MEDIA}{name}": stamp for name, stamp in stamped.items()}
-        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
-        progress = self.select_checkpoint()
+        new_state = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
+        state = self.select_checkpoint()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # from an interrupted save
                 shutil.rmtree(leftover)
-        if progress is None:
-            return new_progress
-        num_begun = progress.stage + 1
-        same_stages = progress.stages[:num_begun] == config.stage_names[:num_begun]
-        if not same_stages or progress.seed != config.seed:
+        if state is None:
+            return new_state
+        num_begun = state.stage + 1
+        same_stages = state.stages[:num_begun] == config.stage_names[:num_begun]
+        if not same_stages or state.seed != config.seed:
             raise ValueError(
-                f"resume: {self.resumed} belongs to a run with stages {progress.stages} "
-                f"and seed {progress.seed}; use the same stages and seed to resume it"
+                f"resume: {self.resumed} belongs to a run with stages {state.stages} "
+                f"and seed {state.seed}; use the same stages and seed to resume it"
             )
         if self.world.is_main:
-            stage = config.stage_names[progress.stage]
-            print(f"resuming from {self.resumed}: {counted(progress.step, 'step')} of {stage} done", flush=True)
-        self.compare(progress, new_progress.recipe)
-        progress.recipe = new_progress.recipe
-        progress.stages = config.stage_names
-        return progress
+            stage = config.stage_names[state.stage]
+            print(f"resuming from {self.resumed}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
+        self.compare(state, new_state.recipe)
+        state.recipe = new_state.recipe
+        state.stages = config.stage_names
+        return state
 
-    def compare(self, progress: TrainerState, recipe: dict[str, object]):
+    def compare(self, state: TrainerState, recipe: dict[str, object]):
         """Print the options that have changed since the checkpoint. Raise ValueError if the resumed run would skip or
         repeat rows, or if the base weights of an adapter have changed.
         """
-        stage = self.config.stage_names[progress.stage]
+        stage = self.config.stage_names[state.stage]
         # --resume=auto requires the rows of the earlier run; --resume=FOLDER accepts other rows.
         same_rows = self.config.resume == "auto"
         if not same_rows:
-            progress.rows = 0
-        draw_sizes = [f"{stage}.{size}" for size in DRAW_SIZES] if progress.rows else []
-        for name in sorted(progress.recipe.keys() | recipe.keys()):
-            old_value = progress.recipe.get(name)
+            state.rows = 0
+        batch_sizes = [f"{stage}.{size}" for size in BATCH_SIZE_OPTIONS] if state.rows else []
+        for name in sorted(state.recipe.keys() | recipe.keys()):
+            old_value = state.recipe.get(name)
             new_value = recipe.get(name)
             is_hash = name.startswith((CODE, ROWS, MEDIA))
             # If only one of the two recipes names this file, the option that names it has also changed.
@@ -281,11 +281,11 @@ class CheckpointManager:
                     f"resume: the base weights of the adapter have changed since {self.resumed} "
                     "was saved; restore the earlier weights (model.path) and adapter.quantize"
                 )
-            change = f"{name} was {excerpt(old_value, 80)} and is now {excerpt(new_value, 80)}"
+            change = f"{name} was {truncate(old_value, 80)} and is now {truncate(new_value, 80)}"
             if is_hash:
                 change = f"changed since {self.resumed} was saved: {name}"
             is_about_rows = re.match(rf"({ROWS})?data\.(?!eval_)", name)
-            if name in draw_sizes or (same_rows and is_about_rows):
+            if name in batch_sizes or (same_rows and is_about_rows):
                 raise ValueError(
                     f"resume: {change}, so rows would be skipped or repeated; restore the earlier "
                     f"value, or accept this with --resume={self.resumed}"
@@ -306,19 +306,19 @@ class CheckpointManager:
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
         where = f"{folder}: this checkpoint was saved with a different model or recipe"
-        pieces = find_pieces(folder)
+        shards = find_shards(folder)
         with_moments = []
         for name, parameter in trainer.trained.named_parameters():
-            if any(key.startswith(f"optimizer.{name}/") for key in pieces):
+            if any(key.startswith(f"optimizer.{name}/") for key in shards):
                 with_moments.append(parameter)
         begin_state(optimizer, with_moments)
         targets = tensors(trainer, optimizer)
-        unmatched = sorted(targets.keys() ^ pieces.keys())
+        unmatched = sorted(targets.keys() ^ shards.keys())
         with error_context(where):
             if unmatched:
                 raise ValueError(f"{unmatched[0]} is only in the checkpoint or only in the run")
             for name, tensor in targets.items():
-                read_into(tensor, name, pieces[name])
+                read_into(tensor, name, shards[name])
 
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that the `resume` option selects, and delete all newer checkpoints of the run."""
@@ -328,30 +328,30 @@ class CheckpointManager:
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
             candidates = folders[::-1]
-        progress = None
+        state = None
         for folder in candidates:
-            progress = self.read(folder)
-            if progress is not None:
+            state = self.read(folder)
+            if state is not None:
                 self.resumed = folder
                 break
-        if progress is not None and self.resumed in folders and int(self.resumed.name) != progress.steps:
+        if state is not None and self.resumed in folders and int(self.resumed.name) != state.steps:
             raise ValueError(
-                f"resume: the checkpoint {self.resumed} was saved after {counted(progress.steps, 'step')}, but its "
-                f"name says otherwise; rename the folder to {progress.steps:06d}"
+                f"resume: the checkpoint {self.resumed} was saved after {pluralize(state.steps, 'step')}, but its "
+                f"name says otherwise; rename the folder to {state.steps:06d}"
             )
-        if candidates and progress is None:
+        if candidates and state is None:
             raise ValueError(
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
         # A run that continues from another run's checkpoint has no checkpoint in its own folder yet.
-        if folders and progress is not None:
-            self.saved_steps = progress.steps
+        if folders and state is not None:
+            self.saved_steps = state.steps
         if self.world.is_main:
             for folder in folders:
-                if progress is None or int(folder.name) > progress.steps:
+                if state is None or int(folder.name) > state.steps:
                     remove_state(folder)
-        return progress
+        return state
 
     def read(self, folder: Path) -> TrainerState | None:
         """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None.
@@ -381,10 +381,10 @@ class CheckpointManager:
                 print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
             return None
 
-    def save(self, folder: Path, progress: TrainerState, world: World):
+    def save(self, folder: Path, state: TrainerState, world: World):
         """Write a checkpoint on the ranks of `world`, and delete all but the two newest checkpoints."""
         draft = folder.with_name(folder.name + ".partial")
-        with phase("save"):
+        with error_phase("save"):
             named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
 
@@ -392,7 +392,7 @@ class CheckpointManager:
             draft.mkdir(parents=True, exist_ok=True)
             names = write_tensors(draft, named_tensors, world)
             if world.is_main:
-                write_json(draft / RUN, asdict(progress))
+                write_json(draft / RUN, asdict(state))
                 names.append(RUN)
             for name in names:
                 checksums[name] = _checksum(draft / name)
@@ -407,7 +407,7 @@ class CheckpointManager:
                 remove_state(old)
 
         try:
-            with phase("save"):
+            with error_phase("save"):
                 world.run_on_all_ranks(write, "save a checkpoint")
                 for rank_checksums in world.gather_objects(checksums):
                     checksums.update(rank_checksums)
@@ -417,7 +417,7 @@ class CheckpointManager:
             if isinstance(error, OSError | SafetensorError):
                 raise ValueError(f"the checkpoint {folder} could not be written ({error})") from error
             raise
-        self.saved_steps = progress.steps
+        self.saved_steps = state.steps
         self.saved_time = clock()
 
 

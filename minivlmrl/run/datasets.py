@@ -13,7 +13,7 @@ from minivlmrl.config.types import RewardName
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.errors import did_you_mean, error_context, require
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -153,7 +153,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
     """Raise ValueError if the prompts of an optimizer step cannot be divided equally among the ranks."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
-    check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
+    require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
 
 
 def _open_section(

@@ -13,7 +13,7 @@ from minivlmrl.config.options import NO_TRUNCATION, RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import excerpt, phase
+from minivlmrl.errors import error_phase, truncate
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -95,7 +95,7 @@ def check_best_metric(config: RunConfig, needs: Collection[str]):
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
     names += [name for kind, name in ANSWER_METRICS.items() if kind in needs]
     if config.best_metric is not None and config.best_metric not in names:
-        raise ValueError(f"best_metric is {excerpt(config.best_metric, 80)}, but it must be one of {', '.join(names)}")
+        raise ValueError(f"best_metric is {truncate(config.best_metric, 80)}, but it must be one of {', '.join(names)}")
 
 
 def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
@@ -155,7 +155,7 @@ def generate_for_rows(
             if images is not None:
                 row = replace(row, **images(row, rows))
             batch.append(row)
-        with phase("evaluation", batch):
+        with error_phase("evaluation", batch):
             scores, completions = generate_and_score(sample, batch, count, rewards)
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
@@ -172,8 +172,8 @@ def generate_and_score(
 ) -> tuple[Tensor, list[list[Completion]]]:
     """Sample `count` completions for each row; return the rewards, (rows * count, functions), and the completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
-    sample.world.wait("read images")
+    sample.world.barrier("read images")
     completions = sample(prompts, count, [row.key for row in rows])
     columns = reward_columns(rows, prompts, completions, sample.processor)
-    rewards = [reward.on(sample.world) for reward in rewards]
+    rewards = [reward.with_world(sample.world) for reward in rewards]
     return call_rewards(rewards, columns), completions

@@ -15,7 +15,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
-from minivlmrl.errors import phase
+from minivlmrl.errors import error_phase
 from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
@@ -53,10 +53,10 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
     world = signals.world  # with the function stop_if_preempted, which ends the run after a signal
-    with signals, world.watched(), locked(config.output_dir, world):
+    with signals, world.hang_watchdog(), locked(config.output_dir, world):
         # rows, processor and weights
-        with watched(callbacks):
-            with phase("load"):
+        with notify_on_error(callbacks):
+            with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
             # This check may ask the user to delete earlier results, so it comes last, when the run has passed all other
             # checks.
@@ -71,13 +71,13 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with (
             MetricsLog(config, world, state, checkpoints.resumed) as log,
             checkpoints.saved_on_error(state, log),
-            watched(callbacks),
+            notify_on_error(callbacks),
         ):
             results = Results(config, model, processor, log, datasets.get("eval"), state, callbacks)
             for callback in callbacks:
                 callback.on_run_begin(config, log)
                 log.callback(callback.on_run_end)  # called even after an error or a signal
-            world.wait("begin its trackers and callbacks")
+            world.barrier("begin its trackers and callbacks")
 
             # stages
             trainer = None
@@ -87,7 +87,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 if trainer is not None:
                     results.save_stage(trainer)
                 steps_done = state.step if number == state.stage else 0
-                with phase("load"):  # including the reference and the optimizer's parameters
+                with error_phase("load"):  # including the reference and the optimizer's parameters
                     trainer = trainers[stage](config, model, processor, world, steps_done)
                 if number > state.stage:  # after loading, so that no step is lost if memory runs out
                     state.begin_stage(number)
@@ -98,7 +98,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
 
 @contextmanager
-def watched(callbacks: Sequence[Callback]) -> Iterator[None]:
+def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
     """Context manager that passes an error raised in its block to the callbacks."""
     try:
         yield
@@ -121,9 +121,9 @@ def train_stage(
     stage = trainer.stage
     config = trainer.config
     state.check_rows(len(rows))
-    batches = Batches(rows, trainer, state.draws)
+    batches = Batches(rows, trainer, state.batches_consumed)
     optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
-    with phase("load"):
+    with error_phase("load"):
         checkpoints.restore(trainer, optimizer)
     steps = trainer.steps(batches)  # samples nothing yet
     for callback in callbacks:
@@ -138,20 +138,20 @@ def train_stage(
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with phase(UPDATE):  # because `after_step` is part of the update
+            with error_phase(UPDATE):  # because `after_step` is part of the update
                 for callback in callbacks:
                     callback.after_step(trainer, number)
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
-        state.advance(batches.draws)
+        state.advance(batches.batches_consumed)
         checkpoints.after_update(state, step.ends_rollout)
         values = log.step(number, metrics, step)
         for callback in callbacks:
             callback.on_step_end(trainer, step, number, values)
-        trainer.world.wait("finish its callbacks and trackers")
-        log.mark()
+        trainer.world.barrier("finish its callbacks and trackers")
+        log.snapshot_line_counts()
         state.seconds[stage] = log.seconds
         checkpoints.after_step(state, log)
     state.seconds[stage] = log.end_stage()

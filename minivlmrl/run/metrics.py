@@ -45,11 +45,11 @@ Means = dict[str, tuple[float, float]]
 class MetricsLog(ExitStack):
     """Write the log files, the completions, the trackers and the progress bar, on rank 0 only."""
 
-    def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
+    def __init__(self, config: RunConfig, world: World, state: TrainerState, resumed: Path | None = None):
         super().__init__()
         self.world = world
-        self.progress = progress
-        self.steps = progress.steps  # optimizer steps done in all stages
+        self.state = state
+        self.steps = state.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # start of the current stage
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
         self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
@@ -57,13 +57,13 @@ class MetricsLog(ExitStack):
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
-        self.num_lines = progress.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
+        self.num_lines = state.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
         self.trackers = []
         if not world.is_main:
             return
         for name in names:
             path = Path(config.output_dir, name)
-            self.num_lines[name] = begin_log(path, progress, resumed)
+            self.num_lines[name] = begin_log(path, state, resumed)
             self.files[name] = self.enter_context(path.open("ab"))
         for name in dict.fromkeys(config.report_to):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
@@ -108,16 +108,16 @@ class MetricsLog(ExitStack):
         # Discard times before the first step, such as the time of the memory check.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
-        self.mark()
+        self.snapshot_line_counts()
 
-    def mark(self):
+    def snapshot_line_counts(self):
         """Remember how many lines each log file has after a step; the next checkpoint saves these numbers.
 
         Rank 0 sends the numbers to the other ranks, because one of those may save the next checkpoint alone after an
         error.
         """
         counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
-        self.lines_at_mark = dict(zip(self.num_lines, map(int, counts), strict=True))
+        self.line_counts = dict(zip(self.num_lines, map(int, counts), strict=True))
 
     @property
     def seconds(self) -> float:
@@ -128,24 +128,24 @@ class MetricsLog(ExitStack):
         """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
 
         Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again. After an
-        error between an update and `mark`, all lines count, but ranks other than 0 do not know how many lines there
-        are.
+        error between an update and `snapshot_line_counts`, all lines count, but ranks other than 0 do not know how many
+        lines there are.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
-        if self.lines_at_mark is not None:
-            return self.lines_at_mark
+        if self.line_counts is not None:
+            return self.line_counts
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Log an optimizer step, first to the files, so that no line is lost if a tracker fails."""
         self.steps += 1
-        self.lines_at_mark = None
+        self.line_counts = None
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
             self.write_step(number, metrics, num_tokens, phases)
-        self.world.wait("write the metrics of the step")
+        self.world.barrier("write the metrics of the step")
         self.completions.step(self.trainer, step, number)
         if self.files:
             self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
@@ -217,7 +217,7 @@ def short_names(names: Iterable[str]) -> list[str]:
     return short if len({*short}) == len(names) else names
 
 
-def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
+def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     """Create a log file, or cut a resumed run's log back to its checkpoint; return how many lines the file has."""
     if resumed is None:
         path.write_bytes(b"")
@@ -226,7 +226,7 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     if source.is_file() and not (path.is_file() and source.samefile(path)):
         shutil.copyfile(source, path)
     # If the checkpoint does not list the log file, num_lines is None, and all lines are kept.
-    num_lines = progress.num_log_lines.get(path.name)
+    num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
         sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]

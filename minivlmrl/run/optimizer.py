@@ -12,7 +12,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import trained_parameters
 
@@ -61,7 +61,7 @@ def check_optimizer(section: OptimizerOptions):
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
             # The training loop writes each step's learning rate to group["lr"].
-            check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
+            require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
         except (RuntimeError, ValueError) as error:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.distributed.process_group import monitored_barrier
-from minivlmrl.errors import mistake
+from minivlmrl.errors import user_error_message
 from minivlmrl.json_files import write_json
 
 
@@ -24,7 +24,7 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def report_mistake(message: str):
+def report_user_error(message: str):
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -73,9 +73,9 @@ def run_rank(work: Callable[[], int]):
         except SystemExit as error:  # `record` would mistake sys.exit(0) for the end of the run
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
-            line = mistake(error)
+            line = user_error_message(error)
             if line is not None:
-                report_mistake(line)
+                report_user_error(line)
                 return 2
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
@@ -85,7 +85,7 @@ def run_rank(work: Callable[[], int]):
             lost = lost_ranks(error)
             if not lost:
                 raise
-            report_mistake(lost)
+            report_user_error(lost)
             return 1
 
     try:

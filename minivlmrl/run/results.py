@@ -11,7 +11,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import counted, phase
+from minivlmrl.errors import error_phase, pluralize
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
@@ -56,7 +56,7 @@ class Results:
 
     Args:
         held_out: rows for evaluations, or None for a run without evaluations.
-        progress: stores the metrics of each evaluation.
+        state: stores the metrics of each evaluation.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Results:
         processor: Processor,
         log: MetricsLog,
         held_out: Dataset | None,
-        progress: TrainerState,
+        state: TrainerState,
         callbacks: Sequence[Callback] = (),
     ):
         self.config = config
@@ -75,11 +75,11 @@ class Results:
         self.log = log
         self.world = log.world
         self.held_out = held_out
-        self.progress = progress
+        self.state = state
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
         if self.world.is_main:
-            rows = f"evaluated on {counted(len(held_out), 'row')}" if held_out else "not evaluated"
+            rows = f"evaluated on {pluralize(len(held_out), 'row')}" if held_out else "not evaluated"
             first_line = f"# {config.recipe}; {rows}\n"  # report.html shows this line
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
@@ -88,7 +88,7 @@ class Results:
         """Evaluate the model before the first stage or after a stage, and store the metrics for summary.json."""
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
-            self.progress.results[name] = self.evaluate(name, trainer, steps_done)
+            self.state.results[name] = self.evaluate(name, trainer, steps_done)
 
     def after_step(self, trainer: Trainer, steps_done: int):
         """Evaluate every eval_steps steps, except at a stage's end, and save the weights every save_steps steps."""
@@ -131,18 +131,18 @@ class Results:
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage
-            with phase("evaluation"):
+            with error_phase("evaluation"):
                 values |= trainer.evaluate(held_out)
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(held_out))
-        self.world.wait("finish its callbacks and trackers")
+        self.world.barrier("finish its callbacks and trackers")
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
             score = values[best_metric] * (-1 if best_metric in lowered_metrics(config) else 1)
-            if self.progress.best is None or score > self.progress.best:
-                self.progress.best = score
+            if self.state.best is None or score > self.state.best:
+                self.state.best = score
                 self.save(trainer, self.folder / BEST)
         # Only some stages compute a loss on held-out rows, so the printed table has no column for the loss.
         values.pop("eval/loss", None)
@@ -165,8 +165,8 @@ class Results:
         """Write summary.json before the weights, because saving the weights may fill the disk."""
         if self.world.is_main:
             chance = self.chance()
-            results = self.progress.results
-            seconds = self.progress.seconds
+            results = self.state.results
+            seconds = self.state.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
             if results:
                 num_rows = len(self.held_out) if self.held_out is not None else 0

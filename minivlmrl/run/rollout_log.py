@@ -37,7 +37,7 @@ from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.rewards.columns import image_extents
+from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
@@ -165,7 +165,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
     row = group[0].row
     processor = trainer.processor
     totals = trainer.total_rewards(group).tolist()
-    image_size, answer_extent = image_extents(row, group[0].prompt, processor)
+    image_size, answer_extent = image_and_box_sizes(row, group[0].prompt, processor)
     solution = row.columns.get("solution")
     solution_text = solution if isinstance(solution, str) else json.dumps(solution)
     true_boxes = boxes(solution_text, image_size)
@@ -230,8 +230,8 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
     """Yield the text of each token of a completion, and the token's log-probability in nats."""
-    if processor.template and processor.template.opened:
-        yield processor.template.opened, None
+    if processor.template and processor.template.generation_prefix:
+        yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
     assert completion.logps is not None  # the sampler records log-probabilities
     token_ids = completion.ids.tolist()

@@ -60,7 +60,7 @@ def prepare(
     reads = columns_read(config, trainers)
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
     processor = build_processor(config, datasets)
-    datasets = fit_rows(config, datasets, processor, world)
+    datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
     for callback in callbacks:
         callback.on_rows(config, datasets, processor, world)
@@ -256,7 +256,9 @@ def check_positions(
             )
 
 
-def fit_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:
+def filter_long_rows(
+    config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
+) -> dict[str, Dataset]:
     """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers also count."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import counted
+from minivlmrl.errors import pluralize
 from minivlmrl.json_files import read_json
 
 RUN = "run.json"
@@ -18,7 +18,7 @@ class TrainerState:
     stage: Annotated[int, ">= 0"] = 0  # the current stage's index
     step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
-    draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has used
+    batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has used
     rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
     # metrics of each evaluation, for example after the stage sft: {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -32,24 +32,26 @@ class TrainerState:
     def begin_stage(self, number: int):
         self.stage = number
         self.step = 0
-        self.draws = 0
+        self.batches_consumed = 0
         self.rows = 0
 
     def check_rows(self, rows: int):
         """Raise ValueError if the number of rows has changed since the checkpoint."""
         if self.rows not in (0, rows):
             raise ValueError(
-                f"resume: the checkpoint was saved with {counted(self.rows, 'row')}, but the dataset now has "
+                f"resume: the checkpoint was saved with {pluralize(self.rows, 'row')}, but the dataset now has "
                 f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
             )
         self.rows = rows
 
-    def advance(self, draws: int):
+    def advance(self, batches_consumed: int):
         self.step += 1
         self.steps += 1
-        self.draws = draws
+        self.batches_consumed = batches_consumed
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
     """Read a checkpoint's run.json."""
-    return build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)
+    content = read_json(folder / RUN)
+    content.setdefault("batches_consumed", content.get("draws", 0))  # name in older checkpoints
+    return build(TrainerState, content, str(folder / RUN), json=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 
 # number of training rows in a generated dataset, so large that no training run repeats a row
 FRESH_ROWS = 1_000_000
@@ -39,6 +39,6 @@ def get_task(name: str) -> Task:
 
     task, options = resolve_object("data.task", name, TASKS)
     with error_context(f"data.task {name}"):
-        check_field(isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry")
+        require(isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry")
         datasets = with_options(task.datasets, options)
     return replace(task, datasets=datasets)

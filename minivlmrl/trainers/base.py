@@ -18,7 +18,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import excerpt, phase
+from minivlmrl.errors import error_phase, truncate
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -186,10 +186,10 @@ class Trainer:
         """Compute the loss and the metrics of a micro-batch."""
         raise NotImplementedError
 
-    def phase(self, name: str, rows: Sequence[Row] = ()) -> phase:
+    def phase(self, name: str, rows: Sequence[Row] = ()) -> error_phase:
         """Measure the time of a phase, for example "sampling"; errors raised in it carry the phase and its rows."""
         self.timer.start(name)
-        return phase(name, rows)
+        return error_phase(name, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute the weighted sum of each sample's rewards: (samples,)."""
@@ -235,7 +235,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
     if not is_scalar or pair[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
-            f"{name} returned {excerpt(result, 200)}, but it must return the loss, or the loss and a "
+            f"{name} returned {truncate(result, 200)}, but it must return the loss, or the loss and a "
             "dictionary of metrics, as in `return loss, {}`. The loss and the metrics must be tensors without "
             "dimensions, and no metric may be named stage, step or loss"
         )

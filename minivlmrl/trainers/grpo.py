@@ -24,7 +24,7 @@ from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
@@ -74,10 +74,10 @@ class GRPOTrainer(RolloutTrainer):
 
     # ------------------------------------------------------------------------ rollout and rewards
 
-    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+    def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
-            return self.sample_rollout(rows)
+            return self.sample_and_score(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
 
         rollout, self.num_gen_batches = sample_until_groups_differ(self, rows, self.compared_rewards, most_batches)
@@ -100,7 +100,7 @@ class GRPOTrainer(RolloutTrainer):
     # --------------------------------------------------------------- advantages and micro-batches
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
+    def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
         """Compute a rollout's advantages, and pack the micro-batches of its optimizer steps.
 
         Args:
@@ -125,7 +125,7 @@ class GRPOTrainer(RolloutTrainer):
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
-                step[:] = [replace(b, advantages=self.select(advantages, b)) for b in step]
+                step[:] = [replace(b, advantages=self.gather_advantages(advantages, b)) for b in step]
         return steps
 
     @property
@@ -148,7 +148,7 @@ class GRPOTrainer(RolloutTrainer):
         )
         return checked_advantages(self.config.advantages_name, advantages, totals)
 
-    def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
+    def gather_advantages(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
@@ -163,7 +163,7 @@ class GRPOTrainer(RolloutTrainer):
         config = self.config
         normalizer = self.count_tokens(groups)
         # 1. Exchange groups between ranks to balance the number of tokens, and pack the samples.
-        groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
+        groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         # 2. Compute log-probabilities and entropies with the policy before its update.
         old_logps: list[Tensor | None] = [None] * len(packed)
@@ -193,7 +193,7 @@ class GRPOTrainer(RolloutTrainer):
             batches.append(
                 GRPOBatch(
                     **vars(batch),
-                    advantages=self.select(advantages, batch),
+                    advantages=self.gather_advantages(advantages, batch),
                     old_per_token_logps=logps,
                     importance_sampling_ratio=ratio,
                     entropy_threshold=threshold,
@@ -319,7 +319,7 @@ def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise ValueError(
-            f"grpo.advantages {name} returned {excerpt(advantages, 200)}, but it must return a float tensor of shape "
+            f"grpo.advantages {name} returned {truncate(advantages, 200)}, but it must return a float tensor of shape "
             f"({len(totals)},) with one finite advantage for each completion, even if their rewards are equal"
         )
     return advantages

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, phase
+from minivlmrl.errors import error_context, error_phase
 from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
@@ -45,7 +45,7 @@ class OfflineTrainer(Trainer):
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
             parts = split(rows, self.config.micro_batch_size)
-            with phase("preparation", rows):
+            with error_phase("preparation", rows):
                 step = self.step([self.micro_batch(part) for part in parts])
             yield step
 
@@ -77,7 +77,7 @@ class OfflineTrainer(Trainer):
             row = rows[index]
             if all(getattr(row, name) is not None for name in self.answers):
                 local.append(index)
-        self.world.wait("read images")
+        self.world.barrier("read images")
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
@@ -120,7 +120,7 @@ class PairTrainer(OfflineTrainer):
         parts = split(local_indices, self.config.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)
-        self.world.wait("score the held-out pairs")
+        self.world.barrier("score the held-out pairs")
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}
 

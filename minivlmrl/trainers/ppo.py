@@ -94,7 +94,7 @@ class PPOTrainer(RolloutTrainer):
         return super().modules() | {"critic": self.critic}
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
+    def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
         """Pack the micro-batches of each optimizer step, with the advantages and returns of all tokens."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
@@ -114,7 +114,7 @@ class PPOTrainer(RolloutTrainer):
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []
-        for samples in self.split(self.deal(groups, groups)):
+        for samples in self.split(self.rebalance(groups, groups)):
             batch = self.pack(samples, normalizer)
             group = batch.group
             logps, _, values = self.logps_and_values(group)

@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_part, reshard
-from minivlmrl.errors import check_field, phase
+from minivlmrl.errors import error_phase, require
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -54,7 +54,7 @@ class Reference:
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Compute the reference model's log-probability of each token, in nats: (completions, tokens)."""
-        with phase("reference"), swapped_in(self.model, self.policy) as model:
+        with error_phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
@@ -112,7 +112,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
     for name in MATCHING_FIELDS:
         expected = attrgetter(name)(policy.config)
         value = attrgetter(name)(other)
-        check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
+        require(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:

@@ -2,7 +2,7 @@
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.trainers.base import Trainer
 
 # trainer classes of the built-in stages; a stage's module is imported only if a recipe names the stage
@@ -20,7 +20,7 @@ def find_class(stage: str) -> type[Trainer]:
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
-        check_field(is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
+        require(is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
         for method in ("steps", "loss"):
             if getattr(trainer, method) is getattr(Trainer, method):
                 raise ValueError(

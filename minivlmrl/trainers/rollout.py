@@ -1,7 +1,7 @@
 """Sample completions, compute their rewards and pack micro-batches, for trainers such as GRPO and PPO.
 
-    rows -> prompts -> G completions per prompt -> rewards (n, K) sample_rollout
-         -> groups with about the same number of tokens on all ranks      deal
+    rows -> prompts -> G completions per prompt -> rewards (n, K) sample_and_score
+         -> groups with about the same number of tokens on all ranks      rebalance
          -> micro-batches of samples                              split
          -> packed micro-batches                                  pack
 
@@ -10,7 +10,7 @@ Letters in tensor shapes:
     this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define the `prepare` method, which computes advantages, and the `loss` method.
+GRPOTrainer and PPOTrainer define `build_micro_batches`, which computes advantages, and the `loss` method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ class RolloutTrainer(Trainer):
         )
         self.temperature = run.sampling.temperature
         self.reward_log = RewardLog(steps_done, self.config.max_steps)
-        self.rewards = [reward.on(world, self.reward_log) for reward in training_rewards(run)]
+        self.rewards = [reward.with_world(world, self.reward_log) for reward in training_rewards(run)]
         self.reward_weights = torch.tensor(list(run.rewards.values()))
         self.reward_model = None
         if REWARD_MODEL in run.rewards:
@@ -93,7 +93,9 @@ class RolloutTrainer(Trainer):
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
-    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
+    def build_micro_batches(
+        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
+    ) -> list[Sequence[MicroBatch]]:
         """Compute a rollout's metrics, and pack each part of the groups into the micro-batches of one step."""
         raise NotImplementedError
 
@@ -103,17 +105,17 @@ class RolloutTrainer(Trainer):
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 optimizer steps, and
         each step trains on 8 prompts.
         """
-        self.batches = batches  # set early, because a trial of the largest batch also deals groups to ranks
-        return self.sampled_steps()
+        self.batches = batches  # set early, because a trial of the largest batch also rebalances groups
+        return self.rollout_steps()
 
-    def sampled_steps(self) -> Iterator[Step]:
+    def rollout_steps(self) -> Iterator[Step]:
         for rows in self.batches:
-            rollout = self.roll_out(rows)
+            rollout = self.generate_rollout(rows)
             size = len(rollout.groups) // self.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
             parts = [rollout.groups[start : start + size] for start in starts]
             with self.phase("scoring", rows):
-                one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
+                one_pass = list(zip(self.build_micro_batches(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.config.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
@@ -133,16 +135,16 @@ class RolloutTrainer(Trainer):
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
-        [batches] = self.prepare(rollout, [rollout.groups])
+        [batches] = self.build_micro_batches(rollout, [rollout.groups])
         return batches
 
     # ----------------------------------------------------------------------------- sample and score
 
-    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+    def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
         """Sample a rollout for a batch of rows; dynamic sampling overrides this method to sample more rows."""
-        return self.sample_rollout(rows)
+        return self.sample_and_score(rows)
 
-    def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
+    def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
         """Sample a group of completions for each row, and compute their rewards."""
         with self.phase("preparation", rows):
             prompts = [row.prompt(self.processor) for row in rows]
@@ -168,9 +170,9 @@ class RolloutTrainer(Trainer):
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
-    # ------------------------------------------------------------------------- deal, split and pack
+    # ------------------------------------------------------------------------- rebalance, split and pack
 
-    def deal(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
+    def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
         """Exchange the groups of a step between ranks, so that all ranks train on about the same number of tokens.
 
         Args:
@@ -178,13 +180,13 @@ class RolloutTrainer(Trainer):
         """
         if self.world.size == 1:
             return groups
-        from minivlmrl.trainers.dealing import deal  # a run with one rank does not need it
+        from minivlmrl.trainers.rebalancing import rebalance  # a run with one rank does not need it
 
         lengths = []
         for samples in kept:
             completion_tokens = sum(packed_length(sample.completion) for sample in samples)
             lengths.append(len(samples[0].prompt.input_ids) + completion_tokens)
-        return deal(self.batches, groups, lengths)
+        return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split samples into micro-batches of micro_batch_size prompts or of max_tokens_per_micro_batch tokens."""

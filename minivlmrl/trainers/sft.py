@@ -42,7 +42,7 @@ class SFTTrainer(OfflineTrainer):
         sums = torch.zeros(2).double()  # sum of the loss over all tokens, and token count
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
-            self.world.wait("read images")
+            self.world.barrier("read images")
             mask = batch.loss_mask
             # Rows after the first `count` rows repeat rows of another rank and must not be counted twice.
             mask[max(0, count - start) :] = 0

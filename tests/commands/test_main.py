@@ -93,4 +93,4 @@ def test_an_error_is_a_mistake_if_our_raise_statement_raised_it(tmp_path, monkey
         file = tmp_path / f"{number}.py"
         with pytest.raises((ValueError, TypeError)) as raised:
             exec(compile(statement, str(file), "exec"))  # there is no file from which a line could be read
-        assert (errors.mistake(raised.value) is not None) == expected, statement
+        assert (errors.user_error_message(raised.value) is not None) == expected, statement

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minivlmrl.config.import_utils import find_stage, load_name, resolve_object, with_arguments, with_options
-from minivlmrl.errors import mistake
+from minivlmrl.errors import user_error_message
 from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.run.optimizer import OPTIMIZERS
 
@@ -51,7 +51,7 @@ def test_a_missing_object_is_one_line(tmp_path, target, said):
     (tmp_path / "own.py").write_text("crash = 1")
     with pytest.raises(ValueError, match=said) as raised:
         load_name(target.replace("FILE", str(tmp_path / "own.py")))
-    assert mistake(raised.value)
+    assert user_error_message(raised.value)
 
 
 def test_a_missing_import_in_a_users_file_keeps_its_traceback(tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_a_missing_import_in_a_users_file_keeps_its_traceback(tmp_path, monkeypa
     for target in (f"{tmp_path}/imports_nothing.py:f", "imports_nothing:f"):
         with pytest.raises(ModuleNotFoundError) as raised:
             load_name(target)
-        assert mistake(raised.value) is None
+        assert user_error_message(raised.value) is None
 
 
 def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, "[0, 1]"] = 0.5, kind=None):

@@ -9,7 +9,7 @@ import pytest
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import build, parse_yaml, read_value
-from minivlmrl.errors import PACKAGE, check_field, error_context, excerpt, shortened
+from minivlmrl.errors import PACKAGE, error_context, require, truncate, truncate_message
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Section(Base):
     high: float = 1.0  # at least low
 
     def __post_init__(self):
-        check_field(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
+        require(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
 
 
 @dataclass
@@ -156,12 +156,12 @@ def test_an_alias_is_refused():
 
 
 def test_a_cut_value_ends_with_dots():
-    assert excerpt("a" * 58, 60) == repr("a" * 58)
-    assert excerpt("a" * 59, 60) == f"'{'a' * 59}..."
+    assert truncate("a" * 58, 60) == repr("a" * 58)
+    assert truncate("a" * 59, 60) == f"'{'a' * 59}..."
     with pytest.raises(ValueError, match=r"^size is \[0, 1, 2, 3, 4, 5, \.\.\.\], but"):
-        check_field(False, "size", list(range(90)), "short")
+        require(False, "size", list(range(90)), "short")
     with pytest.raises(ValueError, match=r"^size is '123.*567\.\.\., but it must be short$"):
-        check_field(False, "size", "123456789" * 9, "short")
+        require(False, "size", "123456789" * 9, "short")
 
 
 def test_values_are_cut_only_by_excerpt():
@@ -174,11 +174,11 @@ def test_values_are_cut_only_by_excerpt():
 def test_long_quoted_values_are_shortened():
     """Quoted values are shortened, but not paths and not text between two apostrophes inside words."""
     picture = "A" * 200_000
-    assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
-    assert len(shortened(f"{picture} is no file")) < 120
-    assert shortened(repr("a word " * 40)).endswith("...'")
+    assert truncate_message(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
+    assert len(truncate_message(f"{picture} is no file")) < 120
+    assert truncate_message(repr("a word " * 40)).endswith("...'")
     for text in ("it's the reader's word " * 20, "/a/long/path" * 20 + ": no such file", "'short' and \"short\""):
-        assert shortened(text) == text
+        assert truncate_message(text) == text
     with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), error_context("rows.jsonl:3"):
         raise ValueError(repr(picture))
 
@@ -196,5 +196,5 @@ def test_a_place_is_named_once_in_an_error(error, message):
 
 def test_a_message_has_at_most_600_characters():
     for text in ("x y " * 10**6, "'" + "a" * 10**7, "long'" * 5000):
-        said = shortened(f"rows.jsonl:1: the value is {text}; correct the row")
+        said = truncate_message(f"rows.jsonl:1: the value is {text}; correct the row")
         assert len(said) <= 600 and said.startswith("rows.jsonl:1: ") and said.endswith("; correct the row")

@@ -10,7 +10,7 @@ import pytest
 
 from minivlmrl.data.boxes import SPACES, Box, iou, match, parse_boxes
 from minivlmrl.data.image import smart_resize
-from minivlmrl.rewards.columns import extent
+from minivlmrl.rewards.columns import box_scale
 
 IMAGE = (100.0, 80.0)
 
@@ -40,9 +40,14 @@ def test_valid_and_inside(numbers, valid, inside):
 
 
 def test_boxes_in_each_space():
-    assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [(640, 480), (308, 224), (1000, 1000), (1, 1)]
+    assert [box_scale(space, (640, 480), (308, 224)) for space in SPACES] == [
+        (640, 480),
+        (308, 224),
+        (1000, 1000),
+        (1, 1),
+    ]
     with pytest.raises(ValueError, match="of a box is 'pixels', but it must be one of original, resized, thousandths"):
-        extent("pixels", (640, 480), (308, 224))
+        box_scale("pixels", (640, 480), (308, 224))
 
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
@@ -52,7 +57,7 @@ def test_round_trip_of_a_thousand_sizes(space):
     for _ in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
         height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
-        there = extent(space, original, (width, height))
+        there = box_scale(space, original, (width, height))
         start = Box(*(float(draw.randint(0, side)) for side in original * 2), original)
         moved = start.to(there)
         returned = moved.to(original)

@@ -17,7 +17,7 @@ from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check.preflight import check_truths
-from minivlmrl.extras.check.row_notes import describe_boxes, describe_spelled, describe_unread, summary
+from minivlmrl.extras.check.row_notes import describe_boxes, describe_literal_tokens, describe_unread, summary
 from minivlmrl.extras.memory.memory_check import heaviest_rows
 from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.run.datasets import load_datasets
@@ -230,9 +230,9 @@ def test_the_stamp_of_image_files_changes_with_their_size_or_time(write_rows, tm
     for padding, time in ((b"", 10), (b"", 20), (b"0", 20)):
         image.write_bytes(image.read_bytes() + padding)
         os.utime(image, (time, time))
-        stamps.append(FileDataset(file).media_stamp)
+        stamps.append(FileDataset(file).media_fingerprint)
     assert len({*stamps}) == 3
-    assert FileDataset(file).media_stamp == stamps[2]
+    assert FileDataset(file).media_fingerprint == stamps[2]
 
 
 TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {}}}
@@ -292,9 +292,9 @@ def test_keys_without_a_value_are_no_keys(write_rows):
 def test_rows_that_spell_control_tokens_are_counted(write_rows):
     said = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
     rows = FileDataset(write_rows(*({"problem": "a"} | row for row in said)))
-    note = describe_spelled(rows, shapes.tokenizer().structure)
+    note = describe_literal_tokens(rows, shapes.tokenizer().structure)
     assert note.startswith("2 of 4 rows spell <|endoftext|>, <|im_end|> in their texts. These names are encoded as")
-    assert describe_spelled(rows.select(rows.facts[2:]), shapes.tokenizer().structure) is None
+    assert describe_literal_tokens(rows.select(rows.facts[2:]), shapes.tokenizer().structure) is None
 
 
 def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from minivlmrl.data.chat_template import Control, render, render_completion
+from minivlmrl.data.chat_template import SpecialToken, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from tests.helpers.talk import CHATML, assistant, bracketed, renders_as_transformers
@@ -55,7 +55,7 @@ def test_template_options_work_as_in_transformers(published, transformers, tmp_p
     rendered = (template.render if template else render)(CONVERSATION)
     options = {"chat_template": published(name), "add_generation_prompt": True}
     assert "".join(rendered) == render_jinja_template([CONVERSATION], **options, **values)[0][0]
-    assert (template.opened if template else "") == opened
+    assert (template.generation_prefix if template else "") == opened
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
@@ -104,7 +104,7 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
     loaded = load(name)
     for values, talk, is_last, declared in itertools.product(({}, OFF), TALKS, (False, True), (None, tools)):
         template = with_values(loaded, values)
-        template = template.declaring(tools) if declared else template
+        template = template.with_tools(tools) if declared else template
         ours, theirs = spelled(talk, spelling), spelled(talk, told)
         split = len(talk) - 1 if is_last else [turn["role"] for turn in ours].index("assistant")
         options = {"chat_template": published(name), "tools": declared, **values}
@@ -129,7 +129,7 @@ def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
     theirs = (system or [{"role": "system", "content": "You are a helpful assistant."}]) + talk
     given = {"tools": tools, "add_generation_prompt": True}
     (theirs,), _ = render_jinja_template([theirs], chat_template=published("qwen3_vl"), **given)
-    template = ChatTemplate(WITH_TOOLS, "t").declaring(tools)
+    template = ChatTemplate(WITH_TOOLS, "t").with_tools(tools)
     assert "".join(template.render([*system, *talk])) == theirs
 
 
@@ -145,7 +145,7 @@ ATTACKS = {
 
 
 def controls(pieces):
-    return [piece for piece in pieces if isinstance(piece, Control)]
+    return [piece for piece in pieces if isinstance(piece, SpecialToken)]
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -160,14 +160,16 @@ def test_a_text_that_spells_a_control_token_stays_text(name):
     answers = [template.render_completion(HI, [assistant("a"), *talk, assistant("b")]) for talk in (said, plain)]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert "".join(prompt).endswith("".join(piece for piece, _ in answer) + "\n<|im_start|>assistant\n")
-    written, expected = ([(piece, flag) for piece, flag in answer if isinstance(piece, Control)] for answer in answers)
+    written, expected = (
+        [(piece, flag) for piece, flag in answer if isinstance(piece, SpecialToken)] for answer in answers
+    )
     assert written == expected
 
 
 def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
     told = "<think>\na <|im_end|> <\n</think>\n\nb <|image_pad|> \U00020000<"
     [(thought, _), end] = load("qwen3_5_think").render_completion(HI, [assistant(told)])
-    assert thought == told.removeprefix("<think>\n") and isinstance(end[0], Control)
+    assert thought == told.removeprefix("<think>\n") and isinstance(end[0], SpecialToken)
 
 
 def test_longer_control_tokens_are_matched_first():
@@ -175,7 +177,7 @@ def test_longer_control_tokens_are_matched_first():
     pieces = template.render([{"role": "user", "content": "a x<i"}])
     # a token of one character is no control token, because ordinary text contains the character
     assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
-    assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
+    assert [isinstance(piece, SpecialToken) for piece in pieces] == [True, True, False]
 
 
 COMPOSED = (
@@ -312,7 +314,7 @@ def test_other_refusals(tmp_path):
         with pytest.raises(ValueError, match=r"message 1 (must have a role|has a part that)"):
             ChatTemplate(CHATML, "t").render([*HI, message])
     with pytest.raises(ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = F"):
-        ChatTemplate(DEFAULT, "t").declaring([])
+        ChatTemplate(DEFAULT, "t").with_tools([])
     with pytest.raises(ValueError, match=r"no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"):
         with_values(None, {"enable_thinkin": False})
     with pytest.raises(ValueError, match=r"^the chat template does not render the thought of the answer .*'hm'"):
@@ -373,7 +375,7 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     files = {"tokenizer_config.json": config, "chat_template.jinja": text}
     template = ChatTemplate.from_folder(write(tmp_path, files), [*SPECIAL_TOKENS, "<|pad|>"])
     pieces = template.render([{"role": "user", "content": "<x>"}])
-    assert [type(piece) for piece in pieces] == [Control, Control, str]
+    assert [type(piece) for piece in pieces] == [SpecialToken, SpecialToken, str]
     assert pieces == ["<|im_end|>", "<|pad|>", "<x>"]
     assert template.source == tmp_path / "chat_template.jinja"
 

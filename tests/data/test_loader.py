@@ -42,13 +42,13 @@ class Numbered:
         return Row([], [], {"number": index})
 
 
-def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), draws=0, **data):
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), batches_consumed=0, **data):
     trainer = SimpleNamespace(
         config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
         run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR, answers=answers,
     )  # fmt: skip
-    return Batches(rows or Numbered(), trainer, draws)
+    return Batches(rows or Numbered(), trainer, batches_consumed)
 
 
 def next_rows(batches, count):
@@ -60,7 +60,9 @@ def test_rows_have_their_index_and_a_unique_key():
     rows = [row for draw in next_rows(batches(steps=2, seed=7), 3) for row in draw]
     assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
-    assert next_rows(batches(steps=2, seed=7, draws=2), 1) == [rows[16:]]  # a resumed run continues after two batches
+    assert next_rows(batches(steps=2, seed=7, batches_consumed=2), 1) == [
+        rows[16:]
+    ]  # a resumed run continues after two batches
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
@@ -158,7 +160,7 @@ def test_workers_prepare_a_limited_number_of_rows(monkeypatch):
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)
     for number in range(1, 4):
-        expected = {row.index for row in next(draws)} | {index for index, _ in draws.next_draw[:3]}
+        expected = {row.index for row in next(draws)} | {index for index, _ in draws.next_batch[:3]}
         [future.result() for future in draws.ahead]
         assert set(rows.read) >= expected and len(rows.read) == 4 * number + 3
 

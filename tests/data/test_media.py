@@ -22,7 +22,7 @@ from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.video import load_video
-from minivlmrl.rewards.columns import image_extents
+from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.runs import write_lines
@@ -142,7 +142,7 @@ def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
     monkeypatch.undo()
     loaded = [load_image(folder / f"{name}.png") for name in COLORS]
     assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
-    assert image_extents(rows[0], prompts[0], PROCESSOR)[0] == (56, 28) and len(alive) == 9
+    assert image_and_box_sizes(rows[0], prompts[0], PROCESSOR)[0] == (56, 28) and len(alive) == 9
 
 
 def test_options_of_media():

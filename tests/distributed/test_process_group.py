@@ -201,7 +201,7 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(network_file, "attempt_store", lambda limit: None)
     monkeypatch.setattr(network_file, "connect", lambda *_: None)
-    monkeypatch.setattr(process_group, "waiting_group", None)
+    monkeypatch.setattr(process_group, "barrier_group", None)
     monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network

@@ -55,7 +55,7 @@ def test_ranks_wait_for_slow_work_longer_than_the_timeout(work):
         if work == "sampling":
             SlowSampler(world)([], 1, [])
         else:
-            Reward("own", partial(slow_reward, world)).on(world)(completions=["a"])
+            Reward("own", partial(slow_reward, world)).with_world(world)(completions=["a"])
         assert world.sum(1) == [2]
         shutdown(world)
 
@@ -114,7 +114,7 @@ def test_a_lost_rank_ends_the_wait_at_once(monkeypatch, no_torchrun):
             os._exit(9)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier") as error:
-            world.wait()
+            world.barrier()
         assert time.monotonic() - start < 60
         monkeypatch.setenv("RANK", "0")
         assert lost_ranks(error.value).startswith("rank 1 ended or did not answer in time, so rank 0 ends too")
@@ -158,7 +158,7 @@ def test_rewards_run_on_the_gpu_of_their_rank(monkeypatch):
 
     def begin(world):
         torch.cuda.set_device(world.rank)
-        assert Reward("own", device).on(world)(completions=["a"]) == [world.rank]
+        assert Reward("own", device).with_world(world)(completions=["a"]) == [world.rank]
         assert world.run_on_all_ranks(torch.cuda.current_device) == world.rank
         shutdown(world)
 
@@ -171,7 +171,7 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
         return [0.0] * len(completions)
 
     def begin(world):
-        reward = Reward("own", partial(hang, world), max_seconds=0.3).on(world)
+        reward = Reward("own", partial(hang, world), max_seconds=0.3).with_world(world)
         with pytest.raises(
             RewardFailed, match=r"^a:1: reward own, for 1 completion from this row on: the call took more than 0.3 s"
         ):

@@ -140,13 +140,13 @@ def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
     row = {"problem": "Is it?", "image": "0.png", "solution": "yes"}
     lines = [row, row | {"problem": "Is it red?"}, row, row | {"solution": "no"}]
     write_lines(tmp_path / "rows.jsonl", lines[:3])
-    assert not list(check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl")))
+    assert not list(check_rows.check_duplicates(FileDataset(tmp_path / "rows.jsonl")))
     write_lines(tmp_path / "rows.jsonl", lines)
-    [said] = check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl"))
+    [said] = check_rows.check_duplicates(FileDataset(tmp_path / "rows.jsonl"))
     where = f"{tmp_path}/rows.jsonl"
     assert said.startswith("1 row with the prompt and images of an earlier row, but a different solution: ")
     assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in said
-    assert not list(check_rows.check_twice(shapes.Shapes(4, "own")))
+    assert not list(check_rows.check_duplicates(shapes.Shapes(4, "own")))
 
 
 def tokens(completion_ids, **columns):

@@ -29,7 +29,7 @@ from minivlmrl.extras.check.preflight import (
 )
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import NEEDS
-from minivlmrl.run.setup import check_positions, fit_rows, limit_epochs
+from minivlmrl.run.setup import check_positions, filter_long_rows, limit_epochs
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
@@ -138,7 +138,7 @@ def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
     datasets = dict.fromkeys(("grpo", "eval"), FileDataset(write_rows(*lines)))
-    fitted = fit_rows(config, datasets, PROCESSOR, ONE)
+    fitted = filter_long_rows(config, datasets, PROCESSOR, ONE)
     assert fitted["eval"] is datasets["eval"]  # held-out rows stay, so that evaluations can be compared
     rows = fitted["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
@@ -148,7 +148,7 @@ def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     assert re.fullmatch(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(ValueError, match=r"no rows remain in the dataset; check .*max_prompt_tokens"):
-        fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+        filter_long_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
 
 
 @pytest.mark.parametrize(("stage", "options", "steps"), [
@@ -180,7 +180,7 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, capsys, stage, long):
     assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in answers)
     for limit, kept in ((length - 1, 1), (length, 2)):
         config.data.max_prompt_tokens = limit
-        fitted = fit_rows(config, {stage: rows}, PROCESSOR, ONE)
+        fitted = filter_long_rows(config, {stage: rows}, PROCESSOR, ONE)
         assert len(fitted[stage]) == kept
         out = f"1 over data.max_prompt_tokens are left out: {rows[1].where}: {length} tokens"
         printed = capsys.readouterr().out

@@ -132,7 +132,7 @@ def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, 
     monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
     run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
     lines, once = run.go(3), sum(seen)
-    assert len(seen) == run.batches.draws
+    assert len(seen) == run.batches.batches_consumed
     again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
     again.trainer.sampler.keeps_vision = False
     expected = again.go(3)

@@ -123,7 +123,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
     assert is_sharded(trainer.trained) == config.uses_fsdp
     result = Result()
     settings = getattr(config, stage)
-    if hasattr(trainer, "roll_out"):
+    if hasattr(trainer, "generate_rollout"):
         record(trainer, result)
     optimizer = build_optimizer(trainer.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), trainer)
@@ -143,17 +143,17 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 def record(trainer, result):
     """Append the completions of all ranks to result.texts at each rollout of the trainer."""
-    roll_out = trainer.roll_out
+    generate_rollout = trainer.generate_rollout
 
     def spy(rows):
-        made = roll_out(rows)
+        made = generate_rollout(rows)
         texts = [[trainer.processor.decode(sample.completion.ids) for sample in group] for group in made.groups]
         keys = [group[0].row.key for group in made.groups]
         parts = trainer.world.gather_objects(list(zip(keys, texts, strict=True)))
         result.texts += sorted(pair for part in parts for pair in part)
         return made
 
-    trainer.roll_out = spy
+    trainer.generate_rollout = spy
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:

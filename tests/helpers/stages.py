@@ -129,8 +129,8 @@ def loss_calls(monkeypatch):
 def samples(monkeypatch):
     """Return a list to which every sampled rollout is appended."""
     seen = []
-    original = RolloutTrainer.sample_rollout
-    monkeypatch.setattr(RolloutTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = RolloutTrainer.sample_and_score
+    monkeypatch.setattr(RolloutTrainer, "sample_and_score", lambda *a: seen.append(original(*a)) or seen[-1])
     return seen
 
 

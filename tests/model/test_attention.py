@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout, visible
+from minivlmrl.model.attention import DecodeAttention, GroupAttention, PackedLayout, attention_mask
 
 
 def random_lengths(seed):
@@ -39,17 +39,17 @@ def test_the_mask_is_the_rule(seed):
     for i, (group, row, t) in enumerate(tokens):
         for j, (other, own, s) in enumerate(tokens):
             expected[i, j] = group == other and (s <= t if own == row else own is None)
-    assert torch.equal(visible(GroupLayout(prompts, completions)), expected)
+    assert torch.equal(attention_mask(PackedLayout(prompts, completions)), expected)
 
 
 @pytest.mark.parametrize("max_score_bytes", [2**30, 0], ids=["written out", "fused"])
 @pytest.mark.parametrize("seed", range(4))
 def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypatch):
     monkeypatch.setattr("minivlmrl.kernels.shared_prefix.MAX_SCORE_BYTES", max_score_bytes)
-    layout = GroupLayout(*random_lengths(seed))
+    layout = PackedLayout(*random_lengths(seed))
     inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
     upstream = qkv(layout.num_tokens, seed + 100)[0]
-    expected = masked_softmax(*inputs, visible(layout))
+    expected = masked_softmax(*inputs, attention_mask(layout))
     actual = GroupAttention(layout)(0, *inputs)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     gradients = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
@@ -57,7 +57,7 @@ def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypa
 
 
 def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
-    prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
+    prefill = GroupAttention(PackedLayout([5, 9], [[], []]), keep_keys=True)
     prefill(0, *qkv(14))
     decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
     for unfinished, rows, prompts in (([True, False, True], [0, 2], 2), ([False, True], [2], 1)):
@@ -70,13 +70,13 @@ def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
 def test_gradients_on_a_gpu():
     prompts = [300, 130]
     completions = [[40, 200, 1], [90]]
-    exact = GroupLayout(prompts, completions)
+    exact = PackedLayout(prompts, completions)
     *halves, upstream = (x.bfloat16() for x in qkv(exact.num_tokens, heads=(16, 2, 2, 16), dim=128))
     inputs = [x.double().requires_grad_() for x in halves]
     expected = GroupAttention(exact)(0, *inputs)
     gradients = torch.autograd.grad(expected, inputs, upstream.double())
     inputs = [x.cuda().requires_grad_() for x in halves]
-    actual = GroupAttention(GroupLayout(prompts, completions, "cuda"))(0, *inputs)
+    actual = GroupAttention(PackedLayout(prompts, completions, "cuda"))(0, *inputs)
     pairs = [(actual, expected), *zip(torch.autograd.grad(actual, inputs, upstream.cuda()), gradients, strict=True)]
     for ours, theirs in pairs:
         assert (ours.cpu().double() - theirs).norm() / theirs.norm() < 1e-2

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import mistake
+from minivlmrl.errors import user_error_message
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import adapter_options, gather_adapter, load_adapter
@@ -132,4 +132,4 @@ def test_a_damaged_adapter_is_named_before_the_model_is_loaded(tmp_path, content
     for read in (adapter_options, partial(load_adapter, source)):
         with pytest.raises(ValueError, match=rf"^{file}: ") as caught:
             read(tmp_path)
-        assert mistake(caught.value)
+        assert user_error_message(caught.value)

@@ -47,11 +47,11 @@ def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
 def test_a_layout_cached_in_inference_mode_works_in_a_backward():
     """The reference model may call first in inference mode, whose tensors a backward pass cannot use."""
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
-    vision.lay_out.cache_clear()
+    vision.vision_layout.cache_clear()
     with torch.inference_mode():
         expected = visual(torch.ones(64, 1176), grids)
     out = visual(torch.ones(64, 1176), grids)
-    assert torch.equal(out, expected) and vision.lay_out.cache_info().hits == 1
+    assert torch.equal(out, expected) and vision.vision_layout.cache_info().hits == 1
     out.sum().backward()
     assert visual.patch_embed.proj.weight.grad.isfinite().all()
 

@@ -12,7 +12,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
 from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_iou
-from minivlmrl.rewards.columns import image_extents
+from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.tasks import shapes
 from tests.helpers.score_texts import logged_reasons, score_texts
 from tests.helpers.talk import IMAGE_PART, user
@@ -217,7 +217,7 @@ def row(*sizes, **columns):
 
 def extents_of(row, **options):
     processor = Processor(shapes.tokenizer(), ImageProcessor(**options))
-    return image_extents(row, row.prompt(processor), processor)
+    return image_and_box_sizes(row, row.prompt(processor), processor)
 
 
 @pytest.mark.parametrize(("options", "seen"), [

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minivlmrl.run import checkpoint_files
-from minivlmrl.run.checkpoint_files import find_pieces, read_into, read_rows, write_tensors
+from minivlmrl.run.checkpoint_files import find_shards, read_into, read_rows, write_tensors
 from tests.helpers.on_ranks import ONE, launch
 
 TENSORS = {
@@ -20,7 +20,7 @@ def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "FILE_SIZE", 28)
     names = write_tensors(tmp_path, TENSORS, ONE)
     assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
-    pieces = find_pieces(tmp_path)
+    pieces = find_shards(tmp_path)
     numbers = {name: sum(rows for _, rows, _ in parts) for name, parts in pieces.items()}
     assert numbers == {"matrix": 7, "step": 1, "vector": 3, "small": 2}
     for name, tensor in TENSORS.items():
@@ -39,7 +39,7 @@ def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
 def test_tensors_of_another_shape_or_dtype_are_refused(tmp_path, written, message):
     save_file(written, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=message):
-        read_into(torch.zeros(3, 3), "w", find_pieces(tmp_path)["w"])
+        read_into(torch.zeros(3, 3), "w", find_shards(tmp_path)["w"])
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
@@ -57,7 +57,7 @@ def replicas(folder, _, world):
     tensors = {"matrix": sharded, "vector": TENSORS["vector"]}
     world.run_on_all_ranks(lambda: write_tensors(folder / "state", tensors, world))
     back = torch.zeros_like(sharded)
-    read_into(back, "matrix", find_pieces(folder / "state")["matrix"])
+    read_into(back, "matrix", find_shards(folder / "state")["matrix"])
     return torch.equal(back.full_tensor(), TENSORS["matrix"])
 
 

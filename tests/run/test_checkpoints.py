@@ -30,7 +30,7 @@ from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoint_files import find_pieces
+from minivlmrl.run.checkpoint_files import find_shards
 from minivlmrl.run.lock import locked
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.metrics import MetricsLog
@@ -726,7 +726,7 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterru
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)
     assert codes == [-signal.SIGKILL]
-    keys = find_pieces(tmp_path / "run" / "states" / "000002")
+    keys = find_shards(tmp_path / "run" / "states" / "000002")
     assert "optimizer.model.norm.weight/exp_avg" in keys
     assert "policy.visual.merger.ln_q.weight" in keys
     assert not any(key.startswith("optimizer.visual.") for key in keys)
@@ -735,13 +735,13 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterru
 
 
 def test_a_changed_number_of_rows_is_refused():
-    progress = TrainerState(0, ["sft", "grpo"], num_log_lines={})
-    progress.check_rows(8)
-    progress.check_rows(8)
+    state = TrainerState(0, ["sft", "grpo"], num_log_lines={})
+    state.check_rows(8)
+    state.check_rows(8)
     with pytest.raises(ValueError, match="the checkpoint was saved with 8 rows, but the dataset now has 9"):
-        progress.check_rows(9)
-    progress.begin_stage(1)
-    progress.check_rows(9)
+        state.check_rows(9)
+    state.begin_stage(1)
+    state.check_rows(9)
 
 
 def test_the_steps_before_a_damaged_image_are_saved(run, plain, rows, tmp_path):

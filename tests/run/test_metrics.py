@@ -23,9 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers.stages import ONE
 
 
-def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):
+def open_log(folder, world=ONE, report_to=(), resumed=None, **state):
     config = RunConfig(output_dir=str(folder), report_to=list(report_to))
-    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **{"num_log_lines": {}} | progress), resumed)
+    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **{"num_log_lines": {}} | state), resumed)
 
 
 IDS = torch.zeros(3, dtype=torch.long)
@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     other.mkdir()
     log = begin(open_log(folder), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)
-    log.mark()
+    log.snapshot_line_counts()
     kept = {"num_log_lines": log.lines_to_keep(), "resumed": folder / "states" / "000001"}
     assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0, COMPLETIONS: 0}
     log.step(1, {"loss": 9.0}, STEP)  # a resumed run makes this step again
@@ -96,7 +96,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     again = other if kind == "another folder" else folder
     log = begin(open_log(again, **kept), "sft", 3, 1, seconds=100.0)
     log.step(1, {"loss": 2.0}, STEP)
-    log.mark()
+    log.snapshot_line_counts()
     assert log.lines_to_keep()[METRICS] == 2
     assert [(line["step"], line["loss"]) for line in metrics(again)] == [(0, 1.0), (1, 2.0)]
     assert metrics(again, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100

@@ -30,10 +30,10 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        progress = TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={})
-        log = MetricsLog(config, world, progress)
+        state = TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={})
+        log = MetricsLog(config, world, state)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        return Results(config, model, processor, log, held_out, progress)
+        return Results(config, model, processor, log, held_out, state)
 
     return results
 
@@ -145,7 +145,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
         found.after_step(trainer, step)
     found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
-    assert found.progress.best == best
+    assert found.state.best == best
 
 
 def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):

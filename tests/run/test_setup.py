@@ -9,7 +9,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.model import config_json
-from minivlmrl.rewards.columns import image_extents
+from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import build_model
@@ -81,7 +81,7 @@ def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
     assert plain.box_space == ("resized" if family == "qwen2_5_vl" else "thousandths")
     assert build(*options, "--data.box_space=unit")[1].box_space == "unit"
     row = shapes.Shapes(1, "a")[0]
-    _, extent = image_extents(row, row.prompt(plain), plain)
+    _, extent = image_and_box_sizes(row, row.prompt(plain), plain)
     assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
 
 

@@ -89,7 +89,7 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
         time.sleep(60)
 
     with StopSignals(World()) as stop:
-        reward = replace(Reward("hang", hang), max_seconds=1800.0).on(stop.world)
+        reward = replace(Reward("hang", hang), max_seconds=1800.0).with_world(stop.world)
         stop.can_stop = lambda: False
         with pytest.raises(
             RewardFailed, match=r"reward hang, for 1 completion from this row on: the call took more than 0\.2 seconds"

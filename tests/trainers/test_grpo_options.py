@@ -84,7 +84,7 @@ def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
     options = ["--grpo.num_generations=2", rewards, "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        rollout = run.trainer.sample_rollout(next(run.batches))
+        rollout = run.trainer.sample_and_score(next(run.batches))
         groups = gather_groups(run.trainer, rollout, run.trainer.compared_rewards(rollout))
         assert sum(differs for _, differs in groups) == teaching
 
@@ -151,7 +151,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4", f"--grpo.top_entropy_quantile={quantile}",
                 "--rollout.max_logp_mismatch=2")  # fmt: skip
-    original = run.trainer.sample_rollout
+    original = run.trainer.sample_and_score
 
     def drift(rows):
         rollout = original(rows)
@@ -159,7 +159,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
             c.logps = c.logps + (c.ids % 5 - 2) / 2
         return rollout
 
-    monkeypatch.setattr(run.trainer, "sample_rollout", drift)
+    monkeypatch.setattr(run.trainer, "sample_and_score", drift)
     [batch] = run.next()
     with torch.no_grad():
         entropies = batch.group.pad(run.trainer.logps(batch.group)[1])

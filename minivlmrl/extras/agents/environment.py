@@ -13,7 +13,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import counted, error_context, excerpt
+from minivlmrl.errors import error_context, pluralize, truncate
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
@@ -96,7 +96,9 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     members = {}
     for function in listed:
         if not inspect.isfunction(function):
-            raise ValueError(f"expected a class, a function or a list of functions, but found {excerpt(functions, 60)}")
+            raise ValueError(
+                f"expected a class, a function or a list of functions, but found {truncate(functions, 60)}"
+            )
         members[function.__name__] = staticmethod(function)
     return type("Functions", (Stateless,), members)
 
@@ -116,7 +118,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
         with error_context(f"sampling.environment {name}"):
-            template = template.declaring([json_schema(tool) for tool in tools.values()])
+            template = template.with_tools([json_schema(tool) for tool in tools.values()])
     return ToolProcessor(**vars(processor) | {"tools": (*tools,), "template": template})
 
 
@@ -142,7 +144,7 @@ def environment_reward(
             if isinstance(reward, list):
                 if len(texts) - len(reward) not in (0, 1):
                     raise ValueError(
-                        f"get_reward returned {counted(len(reward), 'number')} for {counted(len(texts), 'turn')}; "
+                        f"get_reward returned {pluralize(len(reward), 'number')} for {pluralize(len(texts), 'turn')}; "
                         "return one number for each turn (the last turn may have none), or a single number"
                     )
                 reward = sum(reward)

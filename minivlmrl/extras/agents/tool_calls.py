@@ -16,12 +16,12 @@ from PIL.Image import Image
 
 from minivlmrl.config.parsing import build, read_value
 from minivlmrl.config.time_limit import Overtime, time_limit
-from minivlmrl.data.chat_template import END, join_text, layout_turn, render
+from minivlmrl.data.chat_template import END, join_text, render, render_message
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import check_field, counted, error_context, excerpt
+from minivlmrl.errors import error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
@@ -96,7 +96,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
     }
     for unit, size in sizes.items():
         limit = getattr(settings, f"max_tool_{unit}")
-        check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
+        require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
 
 
 def without_addresses(text: str) -> str:
@@ -119,7 +119,8 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(
-            f"reset returned {excerpt(text, 40)}, but it must return None; put text for the model into the row's prompt"
+            f"reset returned {truncate(text, 40)}, but it must return None; put text for the model into the row's "
+            "prompt"
         )
     return environment
 
@@ -171,7 +172,7 @@ def check_values(value, name: str):
         for item in value:
             check_values(item, name)
     elif isinstance(value, float):
-        check_field(math.isfinite(value), name, value, "finite")
+        require(math.isfinite(value), name, value, "finite")
     elif isinstance(value, str):
         try:
             value.encode()
@@ -189,7 +190,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
         with suppress(ValueError):
             values = strict_json(f"[{inside}]")
     if len(values) > len(expected):
-        raise ValueError(f"{name} takes {counted(len(expected), 'argument')}, not {len(values)}")
+        raise ValueError(f"{name} takes {pluralize(len(expected), 'argument')}, not {len(values)}")
     return {field.name: value for field, value in zip(expected, values, strict=False)}
 
 
@@ -274,9 +275,9 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
-        return join_text(layout_turn({"role": "user", "content": parts})[2:-2])
+        return join_text(render_message({"role": "user", "content": parts})[2:-2])
     parts = []
     for answer_parts in answers:
         parts += [part("\n<tool_response>\n"), *answer_parts, part("\n</tool_response>")]
-    start, role, first, *inside, _ = layout_turn({"role": "user", "content": parts})
+    start, role, first, *inside, _ = render_message({"role": "user", "content": parts})
     return join_text(["\n", start, role, first.removeprefix("\n"), *inside, *opening])

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivlmrl.data.chat_template import Control
+from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.data.messages import content_parts, is_trained, part_kind, text_of
 from minivlmrl.data.processor import Processor
 
@@ -49,7 +49,7 @@ class ToolProcessor(Processor):
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []
         for piece, is_written in pieces:
-            is_text = self.tools and not isinstance(piece, Control)
+            is_text = self.tools and not isinstance(piece, SpecialToken)
             for i, text in enumerate(answer.split(piece) if is_text else [piece]):
                 if text:  # texts with an odd index are tool results
                     cut_pieces.append((text, is_written and i % 2 == 0))

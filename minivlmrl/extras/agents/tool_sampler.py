@@ -37,7 +37,7 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import pack
-from minivlmrl.rewards.columns import extent
+from minivlmrl.rewards.columns import box_scale
 
 
 class ToolEpisode:
@@ -411,7 +411,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
         resized = (patch_size * columns, patch_size * rows)
-        extents.append(extent(space, image.size, resized))
+        extents.append(box_scale(space, image.size, resized))
     return row.columns | {"images": images, "extents": extents, "prompt": row.messages}
 
 

@@ -21,7 +21,7 @@ from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
-from minivlmrl.errors import error_context, excerpt
+from minivlmrl.errors import error_context, truncate
 from minivlmrl.extras.agents.environment import Environment, get_environment
 from minivlmrl.extras.agents.tool_calls import Call, call_method, valid_text
 from minivlmrl.extras.agents.tool_sampler import (
@@ -205,7 +205,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"observe must return a list of messages, but returned {excerpt(messages, 40)}")
+        raise ValueError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
     check_messages(messages)
     messages = valid_text(messages)  # a policy can make a tool store text that UTF-8 cannot encode
     images = []
@@ -213,7 +213,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
         image = part.get("image")
         if not isinstance(image, PIL.Image.Image):
             raise ValueError(
-                f"observe returned an image part with {excerpt(image, 40)} instead of a PIL image; write "
+                f"observe returned an image part with {truncate(image, 40)} instead of a PIL image; write "
                 'the part as {"type": "image", "image": a PIL image}'
             )
         images.append(image)

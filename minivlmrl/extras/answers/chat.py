@@ -24,7 +24,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 from minivlmrl.extras.answers.evaluate import find_recipe, read_section, trained_quantization
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
@@ -53,7 +53,8 @@ def main(arguments: list[str]):
     stream.end()
     if not completion.stopped:
         print(
-            f"(the answer was cut off after {counted(len(completion.ids), 'token')}; raise --sampling.max_new_tokens)",
+            f"(the answer was cut off after {pluralize(len(completion.ids), 'token')}; raise "
+            "--sampling.max_new_tokens)",
             file=sys.stderr,
         )
     process_group.shutdown(world)
@@ -72,7 +73,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
         saved = read_section(recipe, "sampling")
         fields["sampling"] = {name: saved[name] for name in ("stop_token_ids", "stop_strings") if name in saved}
         config = load_config(recipe, [*as_overrides(fields), *overrides], is_found=True)
-        text = excerpt(config.data.prompt_template, 80)
+        text = truncate(config.data.prompt_template, 80)
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:
         config = load_config(recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides])

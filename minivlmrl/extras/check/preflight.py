@@ -17,7 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import USER_FILES, error_context, excerpt
+from minivlmrl.errors import USER_FILES, error_context, truncate
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.generation.environments import begin_environment
@@ -52,7 +52,9 @@ class Preflight(Callback):
                     find(config)
             except Exception as error:  # the first import, before this one, had no error
                 if world.is_main:
-                    print(f"the rewards were not tried, because a file cannot be imported twice: {excerpt(error, 200)}")
+                    print(
+                        f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
+                    )
             else:
                 try_rewards(config, needs, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
@@ -182,9 +184,10 @@ def describe_thought(processor: Processor):
     """Print the text that a reasoning model's chat template puts at the beginning of each answer, such as <think>."""
     if not processor.template or "<think>" not in processor.template.text:
         return
-    opened = processor.template.opened
+    generation_prefix = processor.template.generation_prefix
     print(
-        f"prompts open the answer with {opened!r}, which reward functions receive as part of the completion", flush=True
+        f"prompts open the answer with {generation_prefix!r}, which reward functions receive as part of the completion",
+        flush=True,
     )
 
 

@@ -18,10 +18,10 @@ from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.rows import Completion, Dataset, Row
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
-from minivlmrl.rewards.columns import call_rewards, image_extents, reward_columns
+from minivlmrl.rewards.columns import call_rewards, image_and_box_sizes, reward_columns
 from minivlmrl.rewards.registry import Reward, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer, normalize
 
@@ -142,7 +142,7 @@ def check_contradictions(
             yield (
                 f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the column solution, "
                 f"according to reward {reward.name}. For example, {row.where} has the solution "
-                f"{excerpt(row.columns['solution'], 60)} and the answer {excerpt(answer_text(row, names[0]), 80)}. "
+                f"{truncate(row.columns['solution'], 60)} and the answer {truncate(answer_text(row, names[0]), 80)}. "
                 "Compare the solution, the answer and the image of these rows, because one of the columns may be "
                 "shuffled."
             )
@@ -163,7 +163,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
             unparsed.append(answer)
     if names and len(unparsed) > 0.2 * len(texts):
         yield (
-            f"{len(unparsed)} of {len(texts)} answers, for example {excerpt(unparsed[0], 80)}, contain no "
+            f"{len(unparsed)} of {len(texts)} answers, for example {truncate(unparsed[0], 80)}, contain no "
             f"box that reward {names[0]} can parse. Ask for boxes in the format "
             '{"bbox_2d": [x1, y1, x2, y2]}, or write a reward that parses these answers.'
         )
@@ -238,7 +238,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
             yield (
                 f"Reward {reward.name} gave different values for the same completions when it was "
                 f"called twice, for example {values[*index, k]:.4g} and {again[*index, k]:.4g} for "
-                f"{excerpt(text_lists[index[0]][index[1]], 60)}. In a group with equal rewards, even small "
+                f"{truncate(text_lists[index[0]][index[1]], 60)}. In a group with equal rewards, even small "
                 "noise becomes large advantages. Remove the random numbers from the reward."
             )
 
@@ -264,7 +264,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
             yield (
                 f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes, or "
                 f"texts or indices of choices, which reward {reward.name} compares as text. For example, the answer "
-                f"{excerpt(text, 40)} gets {value:.2f} for the solution {excerpt(solution, 60)}. Write one text as "
+                f"{truncate(text, 40)} gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as "
                 "the solution of each row, or use a reward that reads these solutions, such as "
                 "recipes/answers.py:choice for the letter of a choice."
             )
@@ -306,8 +306,8 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             right, wrong = pair.score_answers([first, other])
             if (wrong < right).any():
                 yield (
-                    f"The solutions {excerpt(first, 60)} ({counted(solution_counts[first], 'row')}) and "
-                    f"{excerpt(other, 60)} ({counted(solution_counts[other], 'row')}) seem to be two names for one "
+                    f"The solutions {truncate(first, 60)} ({pluralize(solution_counts[first], 'row')}) and "
+                    f"{truncate(other, 60)} ({pluralize(solution_counts[other], 'row')}) seem to be two names for one "
                     "label, but an answer with one name is wrong where the other one is the solution. Use one name for "
                     "each label."
                 )
@@ -336,7 +336,7 @@ def check_constant(
     # If the constant answer scores far higher, the reward cannot read correct answers; other checks report this.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
-            f"Always answering {excerpt(format_completion(solution, trial.processor), 80)} scores "
+            f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
             f"{constant_mean / right_mean:.2f} times as much as correct answers{of_rows}, so the "
             f"policy hardly needs the images. Balance the solutions{of_rows or ' of the rows'}."
         )
@@ -356,7 +356,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
-                f"Reward {reward.name} is {mean:.2f} for {name} ({excerpt(text, 40)}), so the policy would learn to "
+                f"Reward {reward.name} is {mean:.2f} for {name} ({truncate(text, 40)}), so the policy would learn to "
                 "write this text. Change the reward so that it depends on the answer."
             )
 
@@ -396,7 +396,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
     if faults.any():
         index = int(faults.int().argmax())
         yield (
-            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {excerpt(answers[index], 60)} to "
+            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {truncate(answers[index], 60)} to "
             f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was first scored for another "
             "row. If the function caches values, add the solution to the cache key."
         )
@@ -445,7 +445,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
 
 def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
     """Convert true boxes from pixels of the image file to the unit of the model's answers, as text."""
-    size, extent = image_extents(row, row.prompt(processor), processor)
+    size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
     if size is None or extent is None or size == extent:
         return []
     converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]

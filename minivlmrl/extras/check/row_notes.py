@@ -9,7 +9,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import TOKEN_BYTES, image_tokens, patch_counter, row_sizes, text_bytes
 from minivlmrl.data.rows import Dataset
-from minivlmrl.errors import counted
+from minivlmrl.errors import pluralize
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 from minivlmrl.run.setup import answers_of
 from minivlmrl.trainers.base import Trainer
@@ -28,7 +28,7 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
         if isinstance(rows, FileDataset):
-            for note in (describe_unread(rows), describe_spelled(rows, processor.tokenizer.structure)):
+            for note in (describe_unread(rows), describe_literal_tokens(rows, processor.tokenizer.structure)):
                 if note is not None:
                     yield f"rows of {name}: {note}"
 
@@ -48,7 +48,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
             text += f" ({len(lengths)} were measured)"
     if unreadable:
         text += (
-            f"; {counted(len(unreadable), 'unreadable row')} will be skipped (data.skip_unreadable), for example "
+            f"; {pluralize(len(unreadable), 'unreadable row')} will be skipped (data.skip_unreadable), for example "
             f"{unreadable[0]}"
         )
     return text
@@ -83,13 +83,13 @@ def count_media(rows: Dataset) -> str:
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
-            return f"{len(rows)} selected out of {num_rows} in {counted(len(rows.files), 'file')}"
+            return f"{len(rows)} selected out of {num_rows} in {pluralize(len(rows.files), 'file')}"
         counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
     else:  # the rows of data.task are all similar
         counts = Counter({(len(rows[0].images), 0): len(rows)})
     listed = []
     for (num_images, num_videos), number in counts.items():
-        media = [counted(n, kind) for n, kind in ((num_images, "image"), (num_videos, "video")) if n]
+        media = [pluralize(n, kind) for n, kind in ((num_images, "image"), (num_videos, "video")) if n]
         listed.append((" and ".join(media) or "no image", number))
     text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
     return f"{len(rows)} ({text})" if len(counts) > 1 else text
@@ -112,19 +112,21 @@ def describe_unread(rows: FileDataset) -> str | None:
     return note
 
 
-def describe_spelled(rows: FileDataset, structure: Collection[str]) -> str | None:
+def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> str | None:
     """Return a note about rows whose texts spell a control token, or None if there are none.
 
     Args:
         structure: names of the control tokens that only a chat template may write.
     """
-    spelled = [names for facts in rows.facts if (names := [name for name in facts.spelled if name in structure])]
-    if not spelled:
+    literal_tokens = [
+        names for facts in rows.facts if (names := [name for name in facts.literal_tokens if name in structure])
+    ]
+    if not literal_tokens:
         return None
-    names = sorted({name for names in spelled for name in names})
+    names = sorted({name for names in literal_tokens for name in names})
     return (
-        f"{len(spelled)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded as "
-        "ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
+        f"{len(literal_tokens)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded "
+        "as ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
         "texts"
     )
 

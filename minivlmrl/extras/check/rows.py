@@ -10,7 +10,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.errors import counted, excerpt
+from minivlmrl.errors import pluralize, truncate
 from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
@@ -31,7 +31,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
     """Check the rows on which one stage trains."""
     yield from check_conversations(all_rows, config.data.system_prompt)
-    yield from check_twice(all_rows)
+    yield from check_duplicates(all_rows)
     rows = sample_rows(all_rows)
     yield from check_images(rows)
     yield from check_prompts(rows, processor)
@@ -63,7 +63,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
         )
 
 
-def check_twice(all_rows: Dataset) -> Iterator[str]:
+def check_duplicates(all_rows: Dataset) -> Iterator[str]:
     """Check for rows of a file with the same prompt and images, but different solutions."""
     if not isinstance(all_rows, FileDataset):
         return
@@ -77,9 +77,9 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
             if first.columns.get("solution") != row.columns.get("solution"):
                 faults.append((first, row))
     if faults:
-        pair = [f"{row.where} has {excerpt(row.columns.get('solution'), 60)}" for row in faults[0]]
+        pair = [f"{row.where} has {truncate(row.columns.get('solution'), 60)}" for row in faults[0]]
         yield (
-            f"{counted(len(faults), 'row')} with the prompt and images of an earlier row, but a different solution: "
+            f"{pluralize(len(faults), 'row')} with the prompt and images of an earlier row, but a different solution: "
             f"{', and '.join(pair)}. Remove the wrong row of each pair."
         )
 

@@ -29,7 +29,7 @@ from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows
-from minivlmrl.errors import check_field, counted, did_you_mean, error_context, optional_dependency
+from minivlmrl.errors import did_you_mean, error_context, optional_dependency, pluralize, require
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
@@ -91,13 +91,13 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         write(partial, out.suffix, converted)
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
-            print(f"{path}: a run reads its {counted(changed['rows'], 'row')} unchanged", file=sys.stderr)
+            print(f"{path}: a run reads its {pluralize(changed['rows'], 'row')} unchanged", file=sys.stderr)
             report_lacking(lacking, changed["rows"])
             return path
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{path}: wrote {counted(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
+    print(f"{path}: wrote {pluralize(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
     report_dropped(dropped, out)
     report_lacking(lacking, changed["rows"])
     if out.resolve().parent != folder_of(path).resolve() and not options.to:
@@ -125,7 +125,7 @@ def report_dropped(dropped: Counter, out: Path):
             file=sys.stderr,
         )
     for name, count in sorted(dropped.items())[:MAX_NAMES]:
-        print(f"dropped: {name:.80} ({counted(count, 'time')})", file=sys.stderr)
+        print(f"dropped: {name:.80} ({pluralize(count, 'time')})", file=sys.stderr)
     if len(dropped) > MAX_NAMES:
         print(f"dropped: other columns and keys: {len(dropped) - MAX_NAMES}", file=sys.stderr)
 
@@ -179,7 +179,7 @@ def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None 
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
-            check_field(isinstance(row, dict), "the row", row, "a JSON object that maps columns to values")
+            require(isinstance(row, dict), "the row", row, "a JSON object that maps columns to values")
             columns = change(row)
             if names is not None:
                 names.update(columns)

@@ -13,7 +13,7 @@ from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
 from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
 from minivlmrl.data.row_files import map_nested
-from minivlmrl.errors import check_field, counted, error_context, excerpt
+from minivlmrl.errors import error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has a different layout
@@ -88,7 +88,7 @@ def finish(row: Columns) -> dict:
     if truths and "solution" not in row:
         truth = row.pop(truths[0])
         if truths[0] == "reward_model":  # verl's {"style": "rule", "ground_truth": ...}
-            check_field(isinstance(truth, dict), "column 'reward_model'", truth, "an object with ground_truth")
+            require(isinstance(truth, dict), "column 'reward_model'", truth, "an object with ground_truth")
             row.dropped.update(f"key {key!r} of reward_model" for key in truth if key != "ground_truth")
             truth = truth.get("ground_truth")
         row["solution"] = truth
@@ -166,14 +166,14 @@ def read_question(asked: str) -> Reader:
         if asked not in row or "conversations" in row or has_prompt(row):
             return None
         question = row.pop(asked)
-        check_field(isinstance(question, str), f"column {asked!r}", question, "text")
+        require(isinstance(question, str), f"column {asked!r}", question, "text")
         if extra := row.pop("input", None):  # Alpaca's column with additional text for the question
             question = f"{question}\n{extra}"
         turns = []
         history = row.pop("history", None) or []
         for pair in history if isinstance(history, list) else [history]:
             is_pair = isinstance(pair, list) and len(pair) == 2
-            check_field(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
+            require(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
             turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
         row["prompt"] = [*turns, turn_of("user", question)]
         name = next((name for name in ANSWERS if name in row), None)
@@ -200,7 +200,7 @@ def read_rendered(row: Columns) -> Columns | None:
         turns.append(turn_of(role, VISION.sub(lambda tag: f"<{tag[1]}>", content)))
     if RENDERED.sub("", text).strip() or not turns:
         raise ValueError(
-            f"column {name!r}: {excerpt(text, 80)} is not a whole conversation of <|im_start|> and <|im_end|>"
+            f"column {name!r}: {truncate(text, 80)} is not a whole conversation of <|im_start|> and <|im_end|>"
         )
     is_whole = turns[-1]["role"] == "assistant" and name == "text"
     return row.put(**{"messages" if is_whole else "prompt": turns})
@@ -228,7 +228,7 @@ def drop_repeated_prompt(row: Columns):
     last = as_turns(prompt, "user")[-1:] if prompt else []
     if prompt and not any(text_of(turn) == text_of(last[0]) for turn in asked):
         raise ValueError(
-            f"the prompt {excerpt(text_of(last[0]), 60)} is not a turn of the conversation `chosen`; remove the "
+            f"the prompt {truncate(text_of(last[0]), 60)} is not a turn of the conversation `chosen`; remove the "
             "prompt, or the turns before the answer in `chosen` and `rejected`"
         )
     for name in ("prompt", "problem"):
@@ -258,13 +258,13 @@ def turn_of(role: str, content: Plain) -> dict:
 
 def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
     """Convert the turns of a conversation to messages with `role` and `content`."""
-    check_field(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
+    require(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
     turns = []
     for number, turn in enumerate(raw_turns):
         speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise ValueError(
-                f"turn {number} is {excerpt(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
+                f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
         if not turn.keys() & {"value", "content", "tool_calls"}:
             raise ValueError(
@@ -278,7 +278,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
                 expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
-                check_field(isinstance(call, dict) and "name" in call, "the call", value, expected)
+                require(isinstance(call, dict) and "name" in call, "the call", value, expected)
             value = f"<tool_call>\n{str(value).strip()}\n</tool_call>"
         kept = {key: turn[key] for key in KEPT_KEYS if turn.get(key) not in (None, "", [])}
         for key in turn.keys() - {"from", "role", "value", "content", *KEPT_KEYS}:
@@ -327,16 +327,16 @@ def add_choices(row: Columns):
     if isinstance(choices, str):  # a list of numbers as a text
         choices = parse_literal(choices) if choices.startswith("[") else choices
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
-    check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
+    require(is_list, "the list of choices", choices, "a list of at most 26 texts")
     if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
         raise ValueError(
-            f"the choices {excerpt(choices, 60)} seem to be images, which the prompt must show; see --format"
+            f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = row.get("answer", row.get("solution"))
     # An index, as in AI2D, is not an answer: it is unclear whether indices begin with 0, and the prompt lists letters.
     is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
     is_choice = not is_index or str(answer).strip() in map(str, choices)
-    check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
+    require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
         for letter in [name] if name else letters:  # the question already lists the choices
@@ -359,22 +359,22 @@ def fill_objects(row: Columns):
     objects = parse_json(row.pop("objects")) if isinstance(row["objects"], str) else row.pop("objects")
     if isinstance(objects, list):  # older files: a list with the caption and the boxes of each object
         fits = all(isinstance(one, dict) and isinstance(one.get("bbox"), list) and "caption" in one for one in objects)
-        check_field(fits, "column 'objects'", objects, "an object with ref and bbox, or a list with caption and bbox")
+        require(fits, "column 'objects'", objects, "an object with ref and bbox, or a list with caption and bbox")
         boxes = [box for one in objects for box in one["bbox"]]
         units = [one.get("bbox_type") for one in objects]
         objects = {"ref": [one["caption"] for one in objects], "bbox": boxes, "bbox_type": units[0] if units else None}
-    check_field(isinstance(objects, dict), "column 'objects'", objects, "an object with ref and bbox")
-    check_field(objects.get("bbox_type") in (None, "real"), "bbox_type", objects.get("bbox_type"), "real, or missing")
+    require(isinstance(objects, dict), "column 'objects'", objects, "an object with ref and bbox")
+    require(objects.get("bbox_type") in (None, "real"), "bbox_type", objects.get("bbox_type"), "real, or missing")
     for key in objects.keys() - {"ref", "bbox", "bbox_type"}:
         row.dropped[f"key {key!r} of objects"] += 1
     items = {}
     for tag, name in TAGS.items():
         values = (objects.get(name) or []) if tag in text else []
-        check_field(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
+        require(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
         if len(values) != text.count(tag):
             raise ValueError(
-                f"column 'objects' has {counted(len(values), 'item')} in {name!r}, but the texts contain {tag} "
-                f"{counted(text.count(tag), 'time')}; the two numbers must be equal"
+                f"column 'objects' has {pluralize(len(values), 'item')} in {name!r}, but the texts contain {tag} "
+                f"{pluralize(text.count(tag), 'time')}; the two numbers must be equal"
             )
         items[tag] = iter(value if isinstance(value, str) else json.dumps(value) for value in values)
     replace_texts(row, "|".join(TAGS), lambda tag: next(items[tag[0]]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from minivlmrl.config.types import Plain
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.row_files import NO_JSON_TYPES, ROW_DECODER, map_nested, open_rows
-from minivlmrl.errors import counted, error_context, excerpt, optional_dependency
+from minivlmrl.errors import error_context, optional_dependency, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -85,7 +85,7 @@ def _saved_files(state: Path) -> list[str]:
     listed = files if isinstance(files, list) else [None]
     names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise ValueError(f"{state}: _data_files must list files of this folder, but it is {excerpt(files, 80)}")
+        raise ValueError(f"{state}: _data_files must list files of this folder, but it is {truncate(files, 80)}")
     return names
 
 
@@ -133,19 +133,19 @@ def _check_names(where: str, names: list[str], separator: str, word: str):
     if other and other[0] != separator:
         raise ValueError(f"{where}: the columns are separated by {other[0]!r}, but they must be separated by {word}")
     if twice := [name for name in names if name and names.count(name) > 1]:
-        raise ValueError(f"{where}: two columns have the name {excerpt(twice[0], 60)}; rename one of them")
+        raise ValueError(f"{where}: two columns have the name {truncate(twice[0], 60)}; rename one of them")
 
 
 def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
     if len(cells) != len(names):
         raise ValueError(
-            f"the row has {counted(len(cells), 'cell')}, but the first line of the file has {len(names)} column names; "
-            "put cells that contain a comma, a tab or a line break in double quotes"
+            f"the row has {pluralize(len(cells), 'cell')}, but the first line of the file has {len(names)} column "
+            "names; put cells that contain a comma, a tab or a line break in double quotes"
         )
     columns = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
     for number, (name, cell) in enumerate(zip(names, cells, strict=True)):
         if _swallows_rows(cell, number, len(names), separator):
-            raise ValueError(f"column {name!r} seems to contain further rows, {excerpt(cell, 80)}; close its quote")
+            raise ValueError(f"column {name!r} seems to contain further rows, {truncate(cell, 80)}; close its quote")
         if name in JSON_COLUMNS and cell[:1] in ("[", "{"):
             columns[name] = _list_of_cell(name, cell)
         elif name in ("label", "kto_tag", "margin") and BOOL_OR_NUMBER.fullmatch(cell):

@@ -12,7 +12,7 @@ from minivlmrl.data.media import Media
 from minivlmrl.data.messages import LOSS_KEYS, as_turns, content_parts, is_trained, part_kind, shown_parts_of
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import excerpt
+from minivlmrl.errors import truncate
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
@@ -125,7 +125,7 @@ def tagged(turn: dict) -> dict:
         is_text = part_kind(part) == "text"
         if is_text and ("<image>" in part["text"] or "<video>" in part["text"]):
             raise ValueError(
-                f"the text {excerpt(part['text'], 60)} has an <image> or <video> tag that would become an image"
+                f"the text {truncate(part['text'], 60)} has an <image> or <video> tag that would become an image"
             )
         texts.append(part["text"] if is_text else f"<{part_kind(part)}>")
     return turn | {"content": "".join(texts)}

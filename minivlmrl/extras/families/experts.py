@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
@@ -42,7 +42,7 @@ class ExpertsConfig(ModelConfig):
     def __post_init__(self):
         chosen = self.num_experts_per_tok
         expected = f"num_experts ({self.num_experts}) or less"
-        check_field(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
+        require(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
 
     def has_experts(self, index: int) -> bool:
         """Return True if decoder layer `index` has experts in place of an MLP."""

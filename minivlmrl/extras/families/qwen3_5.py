@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.extras.families.gated_delta_rule import gated_delta_rule
 from minivlmrl.extras.families.qwen3_vl import Qwen3VisionConfig, Qwen3VL, Qwen3VLConfig
 from minivlmrl.kernels.dense_attention import Reorder
@@ -62,7 +62,7 @@ class Qwen3_5Config(Qwen3VLConfig):
                 for i in range(self.num_hidden_layers)
             )
         types = list(self.layer_types)
-        check_field(
+        require(
             len(types) == self.num_hidden_layers and "full_attention" in types,
             "layer_types",
             types,
@@ -70,7 +70,7 @@ class Qwen3_5Config(Qwen3VLConfig):
         )
         num_values, num_keys = self.linear_num_value_heads, self.linear_num_key_heads
         name = "linear_num_key_heads"
-        check_field(num_values % num_keys == 0, name, num_keys, f"a divisor of linear_num_value_heads ({num_values})")
+        require(num_values % num_keys == 0, name, num_keys, f"a divisor of linear_num_value_heads ({num_values})")
 
     @property
     def rotary_dim(self) -> int:

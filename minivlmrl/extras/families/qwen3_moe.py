@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.extras.families.experts import ExpertsConfig, ExpertsFamily, NumExperts, place_experts
 from minivlmrl.extras.families.qwen3_5 import Layer, Qwen3_5, Qwen3_5Config
 from minivlmrl.extras.families.qwen3_vl import Qwen3VL, Qwen3VLConfig
@@ -28,7 +28,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
         if not self.head_dim:
             self.head_dim = self.hidden_size // self.num_attention_heads
         size = self.moe_intermediate_size
-        check_field(
+        require(
             self.hidden_size not in (size, 2 * size),
             "moe_intermediate_size",
             size,

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count
-from minivlmrl.data.chat_template import VIDEO, Control, join_text
+from minivlmrl.data.chat_template import VIDEO, SpecialToken, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
-from minivlmrl.errors import check_field, counted, error_context
+from minivlmrl.errors import error_context, pluralize, require
 from minivlmrl.model.config import Depth, ModelConfig, Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
-from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
+from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, vision_layout
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Qwen3VisionConfig(VisionConfig):
     def __post_init__(self):
         count = self.num_position_embeddings
         is_square = math.isqrt(count) ** 2 == count
-        check_field(is_square, "num_position_embeddings", count, "a square number")
+        require(is_square, "num_position_embeddings", count, "a square number")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
     def __post_init__(self):
         super().__post_init__()
         blocks = self.deepstack_visual_indexes
-        check_field(
+        require(
             len(set(blocks)) == len(blocks) and all(i < self.depth for i in blocks),
             "deepstack_visual_indexes",
             list(blocks),
@@ -122,7 +122,7 @@ class Qwen3VisionTransformer(VisionTower):
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         # Qwen3-VL's tower has no window attention, so its patches need no reordering.
-        layout = lay_out(grids, self.config, pixel_values.device)
+        layout = vision_layout(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
         deep_blocks = self.config.deepstack_visual_indexes
@@ -194,7 +194,7 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"A video of {counted(nframes, 'frame')} cannot be resized to a total area between {min_area} and "
+                f"A video of {pluralize(nframes, 'frame')} cannot be resized to a total area between {min_area} and "
                 f"{max_area} pixels. Use at least {depth} frames and a larger max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
@@ -210,7 +210,7 @@ class Videos:
             return tuple(math.ceil(side * scale / factor) * factor for side in sides)
         return rounded
 
-    def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
+    def insert_timestamps(self, pieces: list[str], grids: list[Grid], times: list):
         """Split each video into its time steps, with a timestamp before each time step.
 
         Example: the placeholder of a video with two time steps becomes
@@ -232,7 +232,7 @@ class Videos:
                 continue
             for second in next(video_times):
                 time = f"<{second:.1f} seconds>"
-                laid_pieces += [time, Control("<|vision_start|>"), VIDEO, Control("<|vision_end|>")]
+                laid_pieces += [time, SpecialToken("<|vision_start|>"), VIDEO, SpecialToken("<|vision_end|>")]
         step_grids = []
         step_seconds = []
         for grid, seconds in zip(grids, times, strict=True):
@@ -289,7 +289,7 @@ class Qwen3VL(Family):
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
             same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
-            check_field(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
+            require(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
         videos = build(Videos, settings.get("size") or {}, where, "size.", json=True)
         with error_context(where):
             return replace(videos, sampling=read_sampling(settings))

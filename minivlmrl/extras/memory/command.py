@@ -27,7 +27,7 @@ from minivlmrl.data.row_files import split_of
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import check_field, counted
+from minivlmrl.errors import pluralize, require
 from minivlmrl.extras.memory.estimate import (
     GB,
     RESERVE,
@@ -51,13 +51,13 @@ from minivlmrl.model.peft import base_model, is_adapter_folder
 from minivlmrl.model.plain_weights import PackedLinear
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.datasets import load_datasets
-from minivlmrl.run.setup import adapt_processor, fit_rows
+from minivlmrl.run.setup import adapt_processor, filter_long_rows
 from minivlmrl.trainers.registry import find_trainers
 
 
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
-    check_field(options.gpus >= 1, "--gpus", options.gpus, "at least 1")
+    require(options.gpus >= 1, "--gpus", options.gpus, "at least 1")
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)
@@ -68,7 +68,7 @@ def main(arguments: list[str]):
     name = base_model(name) if is_adapter_folder(name) else name
     gpu_bytes, card = find_gpu(options.gpu_memory)
     costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
-    print(f"{name}: {parameters_text(costs)}; {counted(options.gpus, 'GPU')} of {gpu_bytes / GB:g} GB")
+    print(f"{name}: {parameters_text(costs)}; {pluralize(options.gpus, 'GPU')} of {gpu_bytes / GB:g} GB")
     typical = [assumed_row(options)]
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
@@ -215,7 +215,7 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
     trainers = find_trainers(run)
     datasets = load_datasets(run, {stage: trainer.needs for stage, trainer in trainers.items()})
     processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), run)
-    return fit_rows(run, datasets, processor, World()), processor
+    return filter_long_rows(run, datasets, processor, World()), processor
 
 
 def build_parser() -> argparse.ArgumentParser:

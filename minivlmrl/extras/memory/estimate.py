@@ -41,7 +41,7 @@ from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
-from minivlmrl.model.vision import lay_out
+from minivlmrl.model.vision import vision_layout
 from minivlmrl.run.evaluate import BATCH_SIZE as EVALUATION_ROWS
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import begin_state, build_optimizer
@@ -214,8 +214,8 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # AllocationTracker counts only new tensors, so the tensors that lay_out has cached must be created again
-        lay_out.cache_clear()
+        # AllocationTracker counts only new tensors, so the tensors that vision_layout has cached must be created again
+        vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.errors import phase
+from minivlmrl.errors import error_phase
 from minivlmrl.extras.memory.estimate import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
@@ -51,24 +51,24 @@ def try_largest_batches(
     run, world = trainer.run, trainer.world
     rows = datasets[trainer.stage]
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        with phase("load"):
+        with error_phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)
             largest = largest_rows(question, trainer, rows, work.rows, work.prompts)
-            with phase("sampling", largest):
+            with error_phase("sampling", largest):
                 try_sampling(trainer.sampler, largest, work.num_generations)
         if question.held_out and not has_tools:
             work = evaluation_batch(question)
             held_out = largest_rows(question, trainer, datasets["eval"], work.rows, work.prompts)
             sampling = evaluation_sampling(run.sampling)
             sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, run.rollout.gather_weights)
-            with phase("evaluation", held_out):
+            with error_phase("evaluation", held_out):
                 try_sampling(sampler, held_out, work.num_generations)
         largest = largest_rows(question, trainer, rows, question.rows, question.micro_batch_prompts)
-        with phase("scoring", largest):
+        with error_phase("scoring", largest):
             batches = trainer.trial_batches(largest) if largest else ()
         if batches:
             run_micro_batches(trainer, [max(batches, key=num_tokens)], 0)

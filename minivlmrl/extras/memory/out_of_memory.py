@@ -9,7 +9,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import is_out_of_memory, shortened
+from minivlmrl.errors import is_out_of_memory, truncate_message
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import MetricsLog
@@ -31,7 +31,7 @@ class OutOfMemoryReport(Callback):
         self.config, self.gpus = config, world.size
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        self.state = log.progress
+        self.state = log.state
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.trainer = trainer
@@ -48,7 +48,7 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
     if state is not None and state.stage < len(state.stages):
         stage = state.stages[state.stage]
         where = f"{stage} step {state.step}, "
-    reason = shortened(str(error).partition("\n")[0])
+    reason = truncate_message(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
     rows = getattr(error, "rows", ())
     if trainer is not None and rows:

@@ -12,7 +12,7 @@ import traceback
 import yaml
 
 from minivlmrl.config.import_utils import load_name
-from minivlmrl.errors import mistake
+from minivlmrl.errors import user_error_message
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.frameworks import FRAMEWORKS
@@ -77,7 +77,7 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
     except Exception as error:
-        if mistake(error) is None:  # the loss has failed
+        if user_error_message(error) is None:  # the loss has failed
             traceback.print_exc()
             return 2
         raise

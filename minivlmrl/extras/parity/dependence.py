@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.errors import counted
+from minivlmrl.errors import pluralize
 
 Place = tuple[int, int]  # row and index of a token
 
@@ -22,7 +22,7 @@ class Faults:
         self.places.setdefault(says, []).append(where)
 
     def sentences(self) -> list[str]:
-        return [f"{says} ({counted(len(where), 'time')}; first: {where[0]})" for says, where in self.places.items()]
+        return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.places.items()]
 
 
 def depends(
@@ -75,8 +75,8 @@ def depends(
     is_picture = ids == (-1 if image_token_id is None else image_token_id)
     images = placeholders(is_picture)
     if len(images) != (0 if image_grid_thw is None else len(image_grid_thw)) or (only_images and not images):
-        grids = "has no rows" if image_grid_thw is None else f"has {counted(len(image_grid_thw), 'row')}"
-        raise ValueError(f"ids have placeholders for {counted(len(images), 'image')}, but image_grid_thw {grids}")
+        grids = "has no rows" if image_grid_thw is None else f"has {pluralize(len(image_grid_thw), 'row')}"
+        raise ValueError(f"ids have placeholders for {pluralize(len(images), 'image')}, but image_grid_thw {grids}")
     faults = Faults()
     for row, token in forward.not_finite():
         if is_scored(document, row, token):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.errors import check_field, counted, error_context
+from minivlmrl.errors import error_context, pluralize, require
 from minivlmrl.extras.parity import units
 from minivlmrl.extras.parity.change import edited
 from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
@@ -207,19 +207,20 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         if shape[0] != n or (name in BY_TOKEN and not by_token):
             raise ValueError(
                 f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
-                f"have {counted(n, 'row')}, and at most {counted(width, 'column')} if it has one value for each token."
+                f"have {pluralize(n, 'row')}, and at most {pluralize(width, 'column')} if it has one value for each "
+                "token."
             )
     for count in [len(tensors[name]) for name in OF_ROLLOUT if name in tensors][:1]:
-        expected = f"a number from 0 to {count - 1}, because the rollout has {counted(count, 'completion')}"
+        expected = f"a number from 0 to {count - 1}, because the rollout has {pluralize(count, 'completion')}"
         for i, number in enumerate(tensors.get("row", torch.zeros(0)).flatten().tolist()):
-            check_field(0 <= number < count, f"element {i} of the tensor row", number, expected)
+            require(0 <= number < count, f"element {i} of the tensor row", number, expected)
     for name in MODELS:
         text = about.get(name) or ""
         inside = PurePosixPath(text.removeprefix(OTHER_STEP))
         is_inside = not inside.is_absolute() and ".." not in inside.parts
         expected = f"a folder inside the step, such as {name}, or one inside {OTHER_STEP}"
         with error_context("step.json"):
-            check_field(is_inside, name, text, expected)
+            require(is_inside, name, text, expected)
 
 
 def read(folder: str | Path) -> Dump:

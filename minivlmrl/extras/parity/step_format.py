@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from minivlmrl.config.parsing import Reader
 from minivlmrl.config.types import Count, Dtype, Finite
-from minivlmrl.errors import check_field, error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.losses.grpo import TERMS, check_bounds
 from minivlmrl.losses.preference import Divergence, check_dpo_options
 
@@ -158,7 +158,7 @@ def check_fields(about: dict):
         names = options.__dataclass_fields__
         loss = about.get("loss", {})
         for name in loss:
-            check_field(name in names, "a name in loss", name, f"one of {', '.join(names)}")
+            require(name in names, "a name in loss", name, f"one of {', '.join(names)}")
         reader.read_section(options, loss, "loss")
 
 

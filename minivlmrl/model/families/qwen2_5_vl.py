@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from minivlmrl.errors import check_field
+from minivlmrl.errors import require
 from minivlmrl.model.config import Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
 
@@ -20,7 +20,7 @@ class Qwen2_5VisionConfig(VisionConfig):
     def __post_init__(self):
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
-            check_field(self.window_size >= token_side, "window_size", self.window_size, f"{token_side} or more")
+            require(self.window_size >= token_side, "window_size", self.window_size, f"{token_side} or more")
 
 
 class Qwen2_5VL(Family):

@@ -15,7 +15,7 @@ from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.model import config_json
-from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
+from minivlmrl.model.attention import GroupAttention, PackedLayout, attention_mask
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import find_family
@@ -89,11 +89,11 @@ def mixed_group():
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     """The output at a token depends exactly on the inputs that the attention mask allows."""
-    layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
+    layout = PackedLayout([4, 3, 4], [[4, 3], [3], []])
     layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)).sum(1), x)  # (N, N, 64)
-    assert torch.equal((moved != 0).any(2), visible(layout))
+    assert torch.equal((moved != 0).any(2), attention_mask(layout))
 
 
 def sample_completions(model, rows, tokens):

@@ -21,7 +21,7 @@ WORTH_MOVING = 0.05
 
 
 @dataclass
-class Group:
+class SerializedGroup:
     """A prompt's completions and rewards in a form that can be sent to other ranks."""
 
     index: int  # the row's index in the dataset
@@ -30,7 +30,7 @@ class Group:
     rewards: Tensor  # (G, K): K rewards per completion
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> "Group":
+    def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
             # Pickling a user's environment may fail, so no environment is sent to other ranks.
@@ -39,18 +39,20 @@ class Group:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-def open_groups(batches: Batches, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
+def load_groups(
+    batches: Batches, groups: Sequence[SerializedGroup], first_samples: Iterable[int]
+) -> list[list[Sample]]:
     """Read the rows of groups, and return each group's samples; all ranks must call this function together."""
     rows = batches.rows([(group.index, group.key) for group in groups])
-    batches.world.wait("read images")
-    opened = []
+    batches.world.barrier("read images")
+    loaded = []
     for row, group, first in zip(rows, groups, first_samples, strict=True):
         prompt = row.prompt(batches.processor)
-        opened += Rollout.join([row], [prompt], [group.completions], group.rewards, first).groups
-    return opened
+        loaded += Rollout.join([row], [prompt], [group.completions], group.rewards, first).groups
+    return loaded
 
 
-def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
+def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
     """Exchange groups between ranks, and return this rank's new groups, longest first.
 
     Args:
@@ -59,29 +61,29 @@ def deal(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int
         lengths: the number of tokens to train on in each group.
     """
     world = batches.world
-    dealt = assign(world.gather_objects(lengths))
-    parcels = []  # for each rank, {index of a group: (the group, its first sample's index, its image embeddings)}
-    for rank, part in enumerate(dealt):
-        parcel = {}
+    assignment = assign_groups(world.gather_objects(lengths))
+    payloads = []  # for each rank, {index of a group: (the group, its first sample's index, its image embeddings)}
+    for rank, part in enumerate(assignment):
+        payload = {}
         for i in [i for source, i in part if source == world.rank != rank]:
             first = groups[i][0]
             embeds = first.prompt.vision_embeds
             if embeds is not None:
                 embeds = embeds.cpu().clone()  # only this prompt's rows of a larger tensor
-            parcel[i] = Group.of(groups[i]), first.index, embeds
-        parcels.append(parcel)
-    arrived = world.exchange(parcels)
-    part = dealt[world.rank]
+            payload[i] = SerializedGroup.from_samples(groups[i]), first.index, embeds
+        payloads.append(payload)
+    arrived = world.exchange(payloads)
+    part = assignment[world.rank]
     moved = [arrived[source][i] for source, i in part if source != world.rank]
-    opened = open_groups(batches, [group for group, _, _ in moved], [first for _, first, _ in moved])
-    for samples, (_, _, embeds) in zip(opened, moved, strict=True):
+    loaded = load_groups(batches, [group for group, _, _ in moved], [first for _, first, _ in moved])
+    for samples, (_, _, embeds) in zip(loaded, moved, strict=True):
         if embeds is not None:
             samples[0].prompt.vision_embeds = embeds.to(world.device)
-    next_opened = iter(opened)
-    return [groups[i] if source == world.rank else next(next_opened) for source, i in part]
+    next_loaded = iter(loaded)
+    return [groups[i] if source == world.rank else next(next_loaded) for source, i in part]
 
 
-def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have the same number of groups and nearly the same number of tokens.
 
     The longest remaining group goes to the rank with the fewest tokens among the ranks that still have room. If its own
@@ -105,13 +107,13 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     mean = sum(totals) / len(ranks)
     if max(totals) <= (1 + WORTH_MOVING) * mean:
         return [[(source, i) for source, i in groups if source == rank] for rank in ranks]
-    dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]
+    assignment: list[list[tuple[int, int]]] = [[] for _ in ranks]
     tokens = [0 for _ in ranks]
     for source, i in groups:
-        load = {rank: float(tokens[rank]) for rank in ranks if len(dealt[rank]) < room}
+        load = {rank: float(tokens[rank]) for rank in ranks if len(assignment[rank]) < room}
         if source in load:
             load[source] -= WORTH_MOVING * mean
         rank = min(load, key=load.__getitem__)
-        dealt[rank].append((source, i))
+        assignment[rank].append((source, i))
         tokens[rank] += lengths[source][i]
-    return dealt
+    return assignment

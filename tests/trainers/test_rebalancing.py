@@ -1,4 +1,4 @@
-"""Test that groups are dealt to ranks by length, and that dealing changes nothing that a rank trains on."""
+"""Test that groups are assigned to ranks by length, and that this changes nothing that a rank trains on."""
 
 import sys
 from statistics import mean
@@ -11,13 +11,13 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.run.rollout_log import groups
 from minivlmrl.run.setup import build_model
 from minivlmrl.trainers import registry
-from minivlmrl.trainers.dealing import assign
+from minivlmrl.trainers.rebalancing import assign_groups
 from tests.distributed.test_process_group import REFERENCE, prepare
 from tests.helpers.links import ROOT
 from tests.helpers.on_ranks import Uneven, launch
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from dealing import deal, draw_lengths, imbalance
+from rebalancing import draw_lengths, imbalance, rebalance
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from dealing import deal, draw_lengths, imbalance
     ],
 )
 def test_examples(lengths, expected):
-    assert assign(lengths) == expected
+    assert assign_groups(lengths) == expected
 
 
 @pytest.mark.parametrize(("ranks", "slowest"), [(8, 1.05), (64, 1.11)])
@@ -38,11 +38,11 @@ def test_examples(lengths, expected):
 def test_no_rank_has_many_more_tokens_than_the_mean(distribution, ranks, slowest):
     generator = torch.Generator().manual_seed(0)
     draws = [draw_lengths(ranks, distribution, generator) for _ in range(40 if ranks == 8 else 5)]
-    dealt, moved = zip(*map(deal, draws), strict=True)
+    rebalanced, moved = zip(*map(rebalance, draws), strict=True)
     assert mean(map(imbalance, draws)) > 1.1
-    assert mean(map(imbalance, dealt)) < slowest
+    assert mean(map(imbalance, rebalanced)) < slowest
     assert mean(moved) < 0.6
-    for before, after in zip(draws, dealt, strict=True):  # each group is dealt once, and 8 groups to each rank
+    for before, after in zip(draws, rebalanced, strict=True):  # each group is assigned once, and 8 groups to each rank
         assert torch.equal(before.flatten().sort().values, after.flatten().sort().values)
 
 
@@ -50,9 +50,9 @@ def test_no_group_moves_if_all_ranks_have_nearly_the_same_number_of_tokens():
     """A rank reads the images of each group that it gets, which takes longer than the wait for the slowest rank."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
-        dealt, moved = deal(draw_lengths(64, "nearly equal", generator))
+        rebalanced, moved = rebalance(draw_lengths(64, "nearly equal", generator))
         assert moved == 0
-        assert imbalance(dealt) < 1.05
+        assert imbalance(rebalanced) < 1.05
 
 
 def step_on_rank(folder, overrides, world):
@@ -61,12 +61,12 @@ def step_on_rank(folder, overrides, world):
     model, processor = build_model(config, world)
     trainer = registry.find_trainer("grpo", config)(config, model, processor, world)
     step = next(trainer.steps(Batches(Uneven(), trainer)))
-    dealt = {}
+    rebalanced = {}
     for sample in (sample for batch in step.micro_batches for sample in batch.samples):
-        dealt.setdefault(sample.row.key, []).append(sample)
+        rebalanced.setdefault(sample.row.key, []).append(sample)
     logged = [[one["advantage"] for one in line["completions"]] for line in groups(trainer, step)]
     sampled = {group[0].row.key: group for group in step.groups}
-    contents = [{key: list(map(content, group)) for key, group in some.items()} for some in (sampled, dealt)]
+    contents = [{key: list(map(content, group)) for key, group in some.items()} for some in (sampled, rebalanced)]
     return *contents, dict(zip(sampled, logged, strict=True))
 
 

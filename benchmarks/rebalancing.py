@@ -1,12 +1,12 @@
 """Simulate how evenly the ranks of a run train if completions have different lengths. No GPU is needed.
 
-python benchmarks/dealing.py    # some seconds
+python benchmarks/rebalancing.py    # some seconds
 
 Each rank has 8 prompts of 1,224 tokens, and 8 completions of 64 to 4,096 tokens for each prompt. The logarithm of a
 completion's length is normal. The columns are means over many simulated steps:
 
     own groups    tokens of the rank with the most tokens / mean of the ranks, if each rank trains on its own groups
-    dealt         the same, after minivlmrl/trainers/dealing.py has exchanged groups between the ranks
+    rebalanced    the same, after minivlmrl/trainers/rebalancing.py has exchanged groups between the ranks
     lock-step     if ranks also wait for each other in each micro-batch, as in a sharded model without once_per_step
     moved         share of the groups that another rank trains on; the other rank reads the images again
 """
@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.trainers.dealing import assign
+from minivlmrl.trainers.rebalancing import assign_groups
 
 PROMPTS = GENERATIONS = 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 1224, 64, 4096
@@ -40,9 +40,9 @@ def draw_lengths(ranks: int, distribution: str, generator: torch.Generator) -> T
     return PROMPT_TOKENS + lengths.sum(2)
 
 
-def deal(lengths: Tensor) -> tuple[Tensor, float]:
-    """Deal groups, and return the new lengths (ranks, PROMPTS) and the share of the groups that move."""
-    parts = assign(lengths.tolist())
+def rebalance(lengths: Tensor) -> tuple[Tensor, float]:
+    """Rebalance groups, and return the new lengths (ranks, PROMPTS) and the share of the groups that move."""
+    parts = assign_groups(lengths.tolist())
     moved = [source != rank for rank, part in enumerate(parts) for source, _ in part]
     return torch.stack([torch.stack([lengths[group] for group in part]) for part in parts]), sum(moved) / len(moved)
 
@@ -59,14 +59,14 @@ def lock_step(lengths: Tensor) -> float:
 
 def main():
     generator = torch.Generator().manual_seed(0)
-    print("| completions | ranks | own groups | dealt | lock-step | moved |\n|---|---|---|---|---|---|")
+    print("| completions | ranks | own groups | rebalanced | lock-step | moved |\n|---|---|---|---|---|---|")
     for distribution in DISTRIBUTIONS:
         for ranks, steps in ((8, 100), (64, 20)):
             rows = []
             for _ in range(steps):
                 lengths = draw_lengths(ranks, distribution, generator)
-                dealt, moved = deal(lengths)
-                rows.append([imbalance(lengths), imbalance(dealt), lock_step(dealt), moved])
+                rebalanced, moved = rebalance(lengths)
+                rows.append([imbalance(lengths), imbalance(rebalanced), lock_step(rebalanced), moved])
             own, once, locked, moved = torch.tensor(rows).mean(0).tolist()
             print(f"| {distribution} | {ranks} | {own:.2f} | {once:.2f} | {locked:.2f} | {moved:.0%} |", flush=True)
 
