@@ -78,12 +78,12 @@ def small_model(folder: Path):
     return model, processor, token_ids
 
 
-def build(config: ModelConfig, dtype: torch.dtype):
+def build(model_config: ModelConfig, dtype: torch.dtype):
     """Create minivlmrl's model with random weights, which are sampled on the GPU."""
     with torch.device("meta"):
-        ours = VisionLanguageModel(config).to(dtype)
+        ours = VisionLanguageModel(model_config).to(dtype)
     ours.to_empty(device=CARD)
-    if config.tie_word_embeddings:
+    if model_config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight
     initialize(ours, torch.Generator(CARD).manual_seed(0))
     return ours
@@ -194,7 +194,9 @@ def transformers(toy: bool):
     compare("whole model", config, torch.float32 if toy else torch.bfloat16, processor, toy, tolerance=float("inf"))
 
 
-def compare(label: str, config: ModelConfig, dtype: torch.dtype, processor: Processor, toy: bool, tolerance: float):
+def compare(
+    label: str, model_config: ModelConfig, dtype: torch.dtype, processor: Processor, toy: bool, tolerance: float
+):
     """Report the largest difference of log-probabilities, and the norm of the gradients' difference, for each peer.
 
     Args:
@@ -204,7 +206,7 @@ def compare(label: str, config: ModelConfig, dtype: torch.dtype, processor: Proc
     prompt = processor(row.messages, row.images)
     shape = (2, 6) if toy else (8, 256)
     completions = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))  # no control tokens
-    ours = build(config, dtype)
+    ours = build(model_config, dtype)
     logps, gradients = logps_and_gradients(packed, ours, ours, prompt, completions, len(completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()
     # 4 rows of a 3B need more than 80 GB
@@ -302,19 +304,19 @@ class GRPOStep(Ours):
     """
 
     def __init__(self, case: Case, toy: bool):
-        run = load_config(ROOT / "recipes" / case.recipe, [*case.options, *COMMON, *(TOY if toy else ())])
-        rows = make_rows(56 if toy else case.pixels, run.grpo.prompts_per_step)
+        config = load_config(ROOT / "recipes" / case.recipe, [*case.options, *COMMON, *(TOY if toy else ())])
+        rows = make_rows(56 if toy else case.pixels, config.grpo.prompts_per_step)
         with tempfile.TemporaryDirectory() as folder:
             _, processor, token_ids = small_model(Path(folder))
         model = build(
-            config_json.from_dict(read_config("toy" if toy else case.size) | token_ids), DTYPES[run.model.dtype]
+            config_json.from_dict(read_config("toy" if toy else case.size) | token_ids), DTYPES[config.model.dtype]
         )
-        inject_adapters(model, run.adapter)
+        inject_adapters(model, config.adapter)
         init_adapters(model, seed=0)
-        select_trained(model, run.model.freeze)
-        if run.model.activation_checkpointing:
+        select_trained(model, config.model.freeze)
+        if config.model.activation_checkpointing:
             recompute_blocks(model)
-        super().__init__(GRPOTrainer(run, model, processor, World(device=CARD)), rows)
+        super().__init__(GRPOTrainer(config, model, processor, World(device=CARD)), rows)
         self.prompts = [row.prompt(processor) for row in rows]
         self.rows = rows
         self.model = model
@@ -330,7 +332,7 @@ class GRPOStep(Ours):
 
     def sample(self, count: int, num_generations: int, new_tokens: int):
         """Sample completions for the first `count` prompts."""
-        self.trainer.run.sampling.max_new_tokens = new_tokens
+        self.trainer.config.sampling.max_new_tokens = new_tokens
         self.trainer.sampler(self.prompts[:count], num_generations, [str(i) for i in range(count)])
 
     def planned_gb(self) -> float:
@@ -340,7 +342,7 @@ class GRPOStep(Ours):
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
         with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # the estimate runs on the meta device
             rows = [RowSize(text_tokens, image_tokens)]
-            question = MemoryQuestion(self.trainer.run, "grpo", MemoryEstimator(config), 1, rows, held_out=())
+            question = MemoryQuestion(self.trainer.config, "grpo", MemoryEstimator(config), 1, rows, held_out=())
             phases = estimate_phases(question)
         return (peak_bytes(phases) - RESERVE) / 1e9
 

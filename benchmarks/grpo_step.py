@@ -74,7 +74,7 @@ class Ours:
         self.trainer = trainer
         self.steps = trainer.steps(batches)
         self.done = 0
-        self.optimizer = build_optimizer(trainer.trained, trainer.config, trainer.run.optimizer)
+        self.optimizer = build_optimizer(trainer.trained, trainer.options, trainer.config.optimizer)
 
     def step(self) -> dict[str, float]:
         metrics = optimizer_step(self.trainer, next(self.steps), self.optimizer, self.done)

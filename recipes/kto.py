@@ -44,7 +44,7 @@ class KTO(OfflineTrainer):
     batch_type = KTOBatch
 
     @staticmethod
-    def has_reference(config) -> bool:
+    def has_reference(options) -> bool:
         return True
 
     def micro_batch(self, rows):
@@ -63,9 +63,9 @@ class KTO(OfflineTrainer):
             batch.group.pad(logps),
             batch.loss_mask,
             batch.labels,
-            beta=self.config.beta,
-            desirable_weight=self.config.desirable_weight,
-            undesirable_weight=self.config.undesirable_weight,
+            beta=self.options.beta,
+            desirable_weight=self.options.desirable_weight,
+            undesirable_weight=self.options.undesirable_weight,
             ref_per_token_logps=batch.ref_per_token_logps,
             kl=kl,
             normalizer=batch.normalizer,

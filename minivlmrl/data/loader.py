@@ -42,8 +42,8 @@ class Batches(Iterator[list[Row]]):
     """
 
     def __init__(self, dataset: Dataset, trainer: Any, batches_consumed: int = 0):
-        options = trainer.run.data
-        seed = trainer.run.seed
+        options = trainer.config.data
+        seed = trainer.config.seed
         self.dataset = dataset
         self.world = trainer.world
         self.processor = trainer.processor
@@ -52,7 +52,7 @@ class Batches(Iterator[list[Row]]):
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
-        self.step_size = trainer.config.prompts_per_step
+        self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
         # Each worker uses only one CPU thread in PyTorch, because more threads would slow all workers down.

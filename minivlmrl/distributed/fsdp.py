@@ -255,10 +255,10 @@ class DummyVisionForward:
         return (x, *others)
 
 
-def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
+def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: torch.device) -> Tensor:
     """Run the vision tower on a black image of one token, and return a zero through which gradients flow."""
-    merge_size = config.spatial_merge_size
-    black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
+    merge_size = vision_config.spatial_merge_size
+    black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 

@@ -44,16 +44,16 @@ def save_value_model(
 
 
 def load_critic(
-    folder: str | Path, policy: VisionLanguageModel, processor: Processor, run: RunConfig, device: torch.device
+    folder: str | Path, policy: VisionLanguageModel, processor: Processor, config: RunConfig, device: torch.device
 ) -> ValueModel:
     """Load a value model for training as a critic, with the recipe's options `adapter` and `model.freeze`."""
     dtype = policy.lm_head.weight.dtype
-    inject = partial(inject_adapters, options=run.adapter)
+    inject = partial(inject_adapters, options=config.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
     check_inputs(folder, critic, policy, processor)
     critic.backbone.save_dtype = policy.save_dtype
-    init_adapters(critic.backbone, run.seed)
-    if run.model.activation_checkpointing and policy.sharding is None:
+    init_adapters(critic.backbone, config.seed)
+    if config.model.activation_checkpointing and policy.sharding is None:
         recompute_blocks(critic.backbone)
-    select_trained(critic, run.model.freeze)
+    select_trained(critic, config.model.freeze)
     return critic

@@ -58,7 +58,7 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
         problems = list(compare_with_rows(trainer, batch.group))
-        if not trainer.run.uses_fsdp:
+        if not trainer.config.uses_fsdp:
             problems += check_gradients(trainer, batch)
         for prompt, problem in problems:
             where = (prompt.row.where or f"row {prompt.row.index}") if prompt.row else "a prompt"

@@ -93,7 +93,7 @@ class ReferenceLogps(Callback):
         self.datasets = datasets
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        if not isinstance(trainer, DPOTrainer) or not trainer.config.precompute_ref_log_probs:
+        if not isinstance(trainer, DPOTrainer) or not trainer.options.precompute_ref_log_probs:
             return
         if state.step:
             if not self.file.is_file():
@@ -114,15 +114,15 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
     """Compute the log-probabilities of the answers of all rows with the policy, on all ranks together."""
     local = {}
     indices, _ = trainer.shard_rows_with_answers(rows)
-    for part in split(indices, trainer.config.micro_batch_size):
+    for part in split(indices, trainer.options.micro_batch_size):
         group = trainer.micro_batch([rows[index] for index in part]).group
         with_sums = [prompt.row.where for prompt in group.prompts if prompt.row is not None and sums_of(prompt)]
-        if with_sums and trainer.config.ld_alpha is not None:
+        if with_sums and trainer.options.ld_alpha is not None:
             raise ValueError(
                 f"{with_sums[0]}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
                 "dpo.ld_alpha weights the tokens of an answer; leave out the columns or the option"
             )
-        if all(sums_of(prompt) for prompt in group.prompts) and not trainer.run.uses_fsdp:
+        if all(sums_of(prompt) for prompt in group.prompts) and not trainer.config.uses_fsdp:
             continue
         logps, _ = per_token_logps(trainer.policy, group)
         answers = logps.cpu().split(group.layout.row_lengths)

@@ -154,7 +154,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     temperature = 1.0
     if step.groups:
         completions = [sample.completion for sample in step.groups[index]]
-        temperature = trainer.run.sampling.temperature
+        temperature = trainer.config.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
         explanations = []  # lines about each completion's answer and rewards

@@ -50,25 +50,25 @@ class RewardTrainer(PairTrainer):
 
     stage = "reward_model"
     config_type = RewardModelOptions
-    config: RewardModelOptions
+    options: RewardModelOptions
     trains_policy = False
     trained: ValueModel
 
     def __init__(
-        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
-        super().__init__(run, model, processor, world, steps_done)
-        self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
+        super().__init__(config, model, processor, world, steps_done)
+        self.trained = ValueModel(copy_model(self.policy), self.config.model.freeze)
 
     @staticmethod
-    def columns(config: RewardModelOptions) -> tuple[str, ...]:
+    def columns(options: RewardModelOptions) -> tuple[str, ...]:
         return ("margin",)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}
 
     def save(self, folder: Path, merge: bool = True):
-        base = self.run.model.path
+        base = self.config.model.path
         save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
@@ -88,7 +88,7 @@ class RewardTrainer(PairTrainer):
         return reward_loss(
             chosen,
             rejected,
-            center_rewards_coefficient=self.config.center_rewards_coefficient,
+            center_rewards_coefficient=self.options.center_rewards_coefficient,
             margin=batch.margin.to(chosen.dtype),
             normalizer=batch.normalizer,
         )
@@ -116,9 +116,9 @@ class RewardModelScores:
     patch size.
     """
 
-    def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
-        path = run.reward_model.path or Path(run.output_dir) / FOLDER
-        model = load_scorer(policy, path, world.device, same_base=run.reward_model.path is None)
+    def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
+        path = config.reward_model.path or Path(config.output_dir) / FOLDER
+        model = load_scorer(policy, path, world.device, same_base=config.reward_model.path is None)
         self.model = model.requires_grad_(False)
         self.world = world
         check_inputs(path, model, policy, processor)
@@ -139,7 +139,7 @@ class RewardModelScores:
 def pack_with_last_token(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
+    model_config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
     """Pack prompts and completions so that the model also computes the hidden state of the last token.
@@ -150,7 +150,7 @@ def pack_with_last_token(
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
     longer = [[repeat_last_token(completion) for completion in group] for group in completions]
-    return pack(prompts, longer, config, device)
+    return pack(prompts, longer, model_config, device)
 
 
 def repeat_last_token(completion: Completion) -> Completion:
@@ -185,16 +185,16 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
     return reward_model_scores
 
 
-def check_stage_order(run: RunConfig, stage: str):
+def check_stage_order(config: RunConfig, stage: str):
     """Raise ValueError if a stage needs a reward model that does not exist yet, or if the run samples trajectories."""
-    if samples_trajectories(run.sampling):
+    if samples_trajectories(config.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "
             "window; remove reward_model from rewards"
         )
-    if run.reward_model.path is not None:
-        check_value_model_folder(run.reward_model.path)
-    elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
+    if config.reward_model.path is not None:
+        check_value_model_folder(config.reward_model.path)
+    elif FOLDER not in config.stage_names[: config.stage_names.index(stage)]:
         raise ValueError(
             f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path "
             f"to the folder of a reward model, or add the stage reward_model before {stage}"

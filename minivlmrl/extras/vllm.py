@@ -159,27 +159,27 @@ class VLLMSampler(Sampler):
     """Sampler that uses logits from vLLM. The option sampling.vllm contains arguments of vllm.LLM."""
 
     @classmethod
-    def check(cls, run: RunConfig):
+    def check(cls, config: RunConfig):
         try:
             import_module("vllm")
         except ImportError as error:
             raise ValueError(
                 f"sampling.engine=vllm needs vLLM; install it as docs/use.md describes: {error!r}"
             ) from error
-        check_values(VLLMOptions, run.sampling.vllm, "sampling.vllm")
-        limit = cls.most_tokens(run.sampling)
-        if limit and limit <= run.sampling.max_new_tokens:
+        check_values(VLLMOptions, config.sampling.vllm, "sampling.vllm")
+        limit = cls.most_tokens(config.sampling)
+        if limit and limit <= config.sampling.max_new_tokens:
             raise ValueError(
                 f"sampling.vllm.max_model_len is {limit}, which leaves no room for a prompt, "
-                f"because sampling.max_new_tokens is {run.sampling.max_new_tokens}; set "
+                f"because sampling.max_new_tokens is {config.sampling.max_new_tokens}; set "
                 "max_model_len to at least max_new_tokens plus the tokens of the longest prompt"
             )
-        config = run.model.config
-        if run.model.path is not None:
-            config = find_folder(run.model.path) / "config.json"
-        if config is None:  # build_model later raises an error in this case
+        model_config = config.model.config
+        if config.model.path is not None:
+            model_config = find_folder(config.model.path) / "config.json"
+        if model_config is None:  # build_model later raises an error in this case
             return
-        model_type = read_json(Path(config)).get("model_type")
+        model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
             raise ValueError(
                 f"sampling.engine is vllm, which minivlmrl does not support for models of the type "

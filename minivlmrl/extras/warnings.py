@@ -62,11 +62,13 @@ class WarningRules:
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
-        self.run = trainer.run
-        self.goals = [name for name, weight in self.run.rewards.items() if weight > 0]  # rewards that training raises
+        self.config = trainer.config
+        self.goals = [
+            name for name, weight in self.config.rewards.items() if weight > 0
+        ]  # rewards that training raises
         self.evaluated = evaluated  # metrics of the last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
-        if "sft" in self.run.stage_names:
+        if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.said: set[str] = set()  # rules that were violated at the last step
@@ -110,7 +112,7 @@ class WarningRules:
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
-            is_goal = name.endswith(("_sampled", "_greedy")) and name not in lowered_metrics(self.run)
+            is_goal = name.endswith(("_sampled", "_greedy")) and name not in lowered_metrics(self.config)
             if is_goal and 0 <= after <= before <= 1 and before - after > max(FALLEN, noise(before, after, num_rows)):
                 falls.append((before - after, f"{name} has fallen from {before:.3g} to {after:.3g}"))
         if falls:
@@ -123,12 +125,12 @@ class WarningRules:
         """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         recent = [list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes]
-        return json.dumps([[*self.run.rewards.items()], *recent])
+        return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
         """Continue with the metrics of a checkpoint, unless its rewards or weights were others."""
         names_and_weights, *values = json.loads(state)
-        if names_and_weights != [[*item] for item in self.run.rewards.items()]:
+        if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
         recent, said, self.best_mean, rewards, self.extremes = values
         self.recent.extend(recent)
@@ -179,17 +181,17 @@ class WarningRules:
 
     def advised(self, names: Iterable[str]) -> list[str]:
         """Leave out the `format` reward if answers have no tags, because a note has already advised removing it."""
-        has_tags = self.run.data.answer_format == "tags"
+        has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
     def all_equal(self) -> bool:
         """Return True if, in each of the last 10 steps, every reward function scored all completions equally."""
-        stds = [f"rewards/{name}/std" for name in self.run.rewards]
+        stds = [f"rewards/{name}/std" for name in self.config.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
     def constant_rewards(self) -> Iterator[tuple[str, str]]:
         if self.all_equal():
-            means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.run.rewards}
+            means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.config.rewards}
             texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
             zero = [name for name, mean in means.items() if mean == 0]
             asks = [name for name in self.advised(zero) if name in TAG_REWARDS]
@@ -202,7 +204,7 @@ class WarningRules:
             )
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        sampling = self.run.sampling
+        sampling = self.config.sampling
         if self.all_equal():
             yield from self.constant_rewards()
         elif self.always("frac_reward_zero_std", lambda share: share == 1):
@@ -226,7 +228,7 @@ class WarningRules:
             yield (
                 "cut",
                 "9 of 10 completions are truncated at sampling.max_new_tokens "
-                f"({self.run.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
+                f"({self.config.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
                 "data.prompt_template.",
             )
 
@@ -237,7 +239,7 @@ class WarningRules:
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
         # a row's rewards: (completions, rewards); a resumed run may have another num_generations
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
-        for index, reward in enumerate(training_rewards(self.run)):
+        for index, reward in enumerate(training_rewards(self.config)):
             # rows whose completions were all scored
             is_scored = [not row[:, index].isnan().any() for row in rows]
             if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):

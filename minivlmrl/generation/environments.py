@@ -36,11 +36,11 @@ def make_sampler(
     return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 
-def check_environment(run: RunConfig):
+def check_environment(config: RunConfig):
     """Raise ValueError if a recipe's environment contradicts its rewards or the option sampling.history."""
-    if run.sampling.environment is not None or "environment" in run.rewards:
-        agents().check_reward(run.sampling.environment, run.rewards)
-    samples_trajectories(run.sampling)  # raises ValueError if there are two rules for context windows
+    if config.sampling.environment is not None or "environment" in config.rewards:
+        agents().check_reward(config.sampling.environment, config.rewards)
+    samples_trajectories(config.sampling)  # raises ValueError if there are two rules for context windows
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:

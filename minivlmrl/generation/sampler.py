@@ -171,7 +171,7 @@ class Sampler:
     # methods that a subclass for a different sampling engine overrides
 
     @classmethod
-    def check(cls, run: RunConfig):
+    def check(cls, config: RunConfig):
         """Raise ValueError if the sampling engine cannot run the recipe; called before a model is loaded."""
 
     @classmethod

@@ -51,11 +51,11 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def random_processor(
-    config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
+    model_config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
     """Build the processor (tokenizer, image settings, template) of a model with random weights."""
-    family = find_family(config.model_type)
-    patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
+    family = find_family(model_config.model_type)
+    patches = {name: getattr(model_config.vision_config, field) for name, field in PATCHES.items()}
     # pixels in one merged token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
@@ -75,10 +75,10 @@ def default_template(family: Family) -> "ChatTemplate | None":
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
-def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
+def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLanguageModel:
     """Build the model for a config with uninitialized weights."""
     try:
-        return find_family(config.model_type).build_model(config)
+        return find_family(model_config.model_type).build_model(model_config)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error

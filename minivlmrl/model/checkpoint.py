@@ -209,19 +209,19 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
 
 
-def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
+def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
     for name, field in PATCHES.items():
-        value, expected = getattr(config.vision_config, field), getattr(images, name)
+        value, expected = getattr(model_config.vision_config, field), getattr(images, name)
         require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
     require(
-        config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
+        model_config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
-        config.vocab_size,
+        model_config.vocab_size,
         f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
         f"model.resize_token_embeddings({len(tokenizer)}) in transformers, and save the model again",
     )
     for name in ("image_token_id", "video_token_id"):
-        value = getattr(config, name)
+        value = getattr(model_config, name)
         expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
         require(value == expected, name, value, f"{expected} as in tokenizer.json")
 

@@ -53,10 +53,10 @@ def _check_model_type(config: dict, where: str):
     require(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
 
 
-def to_dict(config: ModelConfig) -> dict[str, Any]:
+def to_dict(model_config: ModelConfig) -> dict[str, Any]:
     """Return config.json's contents in the hub's layout, which vLLM and older transformers releases can read."""
-    family = find_family(config.model_type)
-    text = asdict(config)
+    family = find_family(model_config.model_type)
+    text = asdict(model_config)
     vision = text.pop("vision_config")
     vision = vision.pop("extra") | vision
     extra = text.pop("extra")
@@ -70,7 +70,7 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
         "vision_config": {
             **vision,
-            "model_type": config.model_type,
+            "model_type": model_config.model_type,
             "hidden_act": family.vision_hidden_act,
             "in_chans": in_channels,
             "spatial_patch_size": vision["patch_size"],
@@ -138,27 +138,27 @@ def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
     return build(family.vision_config_type, values, where, "vision_config.", json=True)
 
 
-def _check(config: ModelConfig):
+def _check(model_config: ModelConfig):
     """Raise ValueError if sizes in config.json contradict each other."""
-    vision = config.vision_config
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    num_key_heads = config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(config)  # otherwise ModelConfig computes it
-    section = list(config.mrope_section)
+    vision = model_config.vision_config
+    num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
+    num_key_heads = model_config.num_key_value_heads
+    has_head_dim = "head_dim" in vars(model_config)  # otherwise ModelConfig computes it
+    section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [  # (whether the rule holds, name of the field, its value, what it must be)
-        (has_head_dim or config.hidden_size % num_heads == 0, "hidden_size", config.hidden_size,
+        (has_head_dim or model_config.hidden_size % num_heads == 0, "hidden_size", model_config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,
          f"a divisor of num_attention_heads ({num_heads})"),
-        (sum(section) * 2 == config.rotary_dim, "mrope_section", section,
-         f"three numbers whose sum is half of {config.rotary_dim}, the rotated part of head_dim"),
+        (sum(section) * 2 == model_config.rotary_dim, "mrope_section", section,
+         f"three numbers whose sum is half of {model_config.rotary_dim}, the rotated part of head_dim"),
         (vision.hidden_size % (4 * vision.num_heads) == 0,
          "vision_config.hidden_size", vision.hidden_size,
          "a multiple of 4 x num_heads, for 2-D rotary embeddings"),
-        (vision.out_hidden_size == config.hidden_size,
+        (vision.out_hidden_size == model_config.hidden_size,
          "vision_config.out_hidden_size", vision.out_hidden_size,
-         f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"),
+         f"hidden_size ({model_config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"),
         (len(levels) < num_layers, "vision_config.deepstack_visual_indexes", levels,
          f"fewer than num_hidden_layers ({num_layers})"),
     ]  # fmt: skip

@@ -31,17 +31,17 @@ class VisionLanguageModel(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        model_config: ModelConfig,
         # class of the vision tower, whose only argument is config.vision_config
         tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
         super().__init__()
-        self.config = config
-        self.visual = tower(config.vision_config)
-        self.model = TextModel(config, layer_type or DecoderLayer)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.config = model_config
+        self.visual = tower(model_config.vision_config)
+        self.model = TextModel(model_config, layer_type or DecoderLayer)
+        self.lm_head = nn.Linear(model_config.hidden_size, model_config.vocab_size, bias=False)
+        if model_config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
@@ -78,12 +78,12 @@ def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tenso
 class TextModel(nn.Module):
     """The decoder: token embeddings, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, layer_type: "type[DecoderLayer]"):
+    def __init__(self, model_config: ModelConfig, layer_type: "type[DecoderLayer]"):
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layer_type(config, i) for i in range(config.num_hidden_layers))
-        self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps)
+        self.config = model_config
+        self.embed_tokens = nn.Embedding(model_config.vocab_size, model_config.hidden_size)
+        self.layers = nn.ModuleList(layer_type(model_config, i) for i in range(model_config.num_hidden_layers))
+        self.norm = layer_type.norm_type(model_config.hidden_size, model_config.rms_norm_eps)
 
     def forward(
         self,
@@ -120,19 +120,19 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalizes each q and k head."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, model_config: ModelConfig, index: int):
         super().__init__()
         self.index = index
-        self.head_dim = config.head_dim
-        width = config.num_attention_heads * self.head_dim
-        key_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
-        norm = RMSNorm if config.qk_norm else nn.Identity
-        self.q_norm = norm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = norm(self.head_dim, config.rms_norm_eps)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.head_dim = model_config.head_dim
+        width = model_config.num_attention_heads * self.head_dim
+        key_width = model_config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(model_config.hidden_size, width, model_config.attention_bias)
+        self.k_proj = nn.Linear(model_config.hidden_size, key_width, model_config.attention_bias)
+        self.v_proj = nn.Linear(model_config.hidden_size, key_width, model_config.attention_bias)
+        norm = RMSNorm if model_config.qk_norm else nn.Identity
+        self.q_norm = norm(self.head_dim, model_config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, model_config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, model_config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         # queries (N, H, D), keys and values (N, K, D)
@@ -149,13 +149,13 @@ class DecoderLayer(nn.Module):
     attention_type: type[SelfAttention] | None = SelfAttention
     mlp: nn.Module
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, model_config: ModelConfig, index: int):
         super().__init__()
-        self.input_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.norm_type(model_config.hidden_size, model_config.rms_norm_eps)
         if self.attention_type:
-            self.self_attn = self.attention_type(config, index)
-        self.post_attention_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
+            self.self_attn = self.attention_type(model_config, index)
+        self.post_attention_layernorm = self.norm_type(model_config.hidden_size, model_config.rms_norm_eps)
+        self.mlp = MLP(model_config.hidden_size, model_config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Compute the attention branch of the layer from normalized hidden states (N, hidden_size)."""

@@ -59,7 +59,7 @@ class GroupBatch:
 def pack(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
+    model_config: ModelConfig,
     device: torch.device | str = "cpu",
     rows: Sequence[int] | None = None,
 ) -> GroupBatch:
@@ -73,7 +73,7 @@ def pack(
     Args:
         prompts: the B prompts.
         completions: each prompt's completions; a prompt may have none.
-        config: the model's config, which determines token ids and image positions.
+        model_config: the model's config, which determines token ids and image positions.
         device: device for all tensors in the batch except image_grid_thw.
         rows: each completion's row index; see PackedLayout.
     """
@@ -84,8 +84,8 @@ def pack(
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
     segments = []  # in input_ids order
     for prompt, group in zip(prompts, completions, strict=True):
-        segments += pack_group(prompt, group, config)
-    placeholders = torch.tensor([config.image_token_id, config.video_token_id])
+        segments += pack_group(prompt, group, model_config)
+    placeholders = torch.tensor([model_config.image_token_id, model_config.video_token_id])
     searched_ids = torch.cat([segment.image_ids for segment in segments])  # (N,)
     vision_index = torch.isin(searched_ids, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
@@ -111,12 +111,12 @@ def pack(
 def pack_turns(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
+    model_config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
     """Pack completions with several turns; each turn has its own prompt, but a completion is one row of the batch."""
     if not any(completion.turns for group in completions for completion in group):
-        return pack(prompts, completions, config, device)
+        return pack(prompts, completions, model_config, device)
     packed_prompts = []
     packed_completions = []
     rows = []
@@ -130,7 +130,7 @@ def pack_turns(
                 packed_prompts.append(turn.prompt)
                 packed_completions.append([turn])
                 rows.append(row)
-    return pack(packed_prompts, packed_completions, config, device, rows)
+    return pack(packed_prompts, packed_completions, model_config, device, rows)
 
 
 @dataclass
@@ -145,11 +145,11 @@ class Segment:
     grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
-def pack_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Segment]:
+def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelConfig) -> list[Segment]:
     """Return the segments of a prompt and its completions; the positions of each completion begin after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
-    position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
+    position_ids = get_rope_index(ids, grids, model_config, prompt.second_per_grid_ts)  # (3, P)
     segments = [Segment(ids, ids, position_ids, [prompt.pixel_values], [grids])]
     next_position = int(position_ids.max()) + 1
     for completion in group:
@@ -162,7 +162,7 @@ def pack_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig)
             segment.pixel_values = [patches for _, patches, _ in completion.pictures]
             grids = torch.tensor([grid for *_, grid in completion.pictures])
             segment.grids = [grids]
-            segment.position_ids = next_position + get_rope_index(segment.image_ids, grids, config)
+            segment.position_ids = next_position + get_rope_index(segment.image_ids, grids, model_config)
         segments.append(segment)
     return segments
 

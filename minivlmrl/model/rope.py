@@ -14,7 +14,7 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 def get_rope_index(
-    input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig, second_per_grid_ts: Tensor | None = None
+    input_ids: Tensor, image_grid_thw: Tensor, model_config: ModelConfig, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
@@ -41,8 +41,8 @@ def get_rope_index(
         4.51 and vLLM. Later releases of transformers compute different positions for videos; see docs/results.md.
     """
     ids = input_ids.tolist()
-    placeholders = (config.image_token_id, config.video_token_id)
-    merge = config.vision_config.spatial_merge_size
+    placeholders = (model_config.image_token_id, model_config.video_token_id)
+    merge = model_config.vision_config.spatial_merge_size
     pieces = []  # tensors with the positions for ids[:done]
     done = 0
     position = 0  # the next token's position
@@ -59,7 +59,7 @@ def get_rope_index(
         pieces.append(_text_positions(position, begin - done))
         position += begin - done
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
-        grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
+        grid = _grid_positions(t, h // merge, w // merge, seconds, model_config.vision_config)
         pieces.append(grid + position)
         position += int(grid.max()) + 1  # the largest position on any axis
         done = begin + length
@@ -75,18 +75,18 @@ def _text_positions(first: int, count: int) -> Tensor:
     return torch.arange(first, first + count).expand(3, -1)
 
 
-def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
+def _grid_positions(t: int, rows: int, cols: int, seconds: float, vision_config: VisionConfig) -> Tensor:
     """Return the time, row and column of each merged token in an image or a video, (3, tokens)."""
     time = torch.arange(t)
     # In Qwen2-VL, which lacks tokens_per_second, each time step of a video advances the time position by one.
-    if config.tokens_per_second is not None:
+    if vision_config.tokens_per_second is not None:
         # Models were trained with time positions computed in float32; float64 sometimes gives a different position.
-        time = (time * seconds * config.tokens_per_second).long()
+        time = (time * seconds * vision_config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
-def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of M-RoPE.
 
     Args:
@@ -94,15 +94,15 @@ def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -
     Returns:
         cos, sin: arguments for apply_rotary, each (N, 1, D), computed in float32 and cast to dtype.
     """
-    axes = _tensor(config.mrope_axes, device=position_ids.device)
-    inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
+    axes = _tensor(model_config.mrope_axes, device=position_ids.device)
+    inv_freq = _inverse_frequencies(len(axes), model_config.rope_theta, position_ids.device)
     angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
     cos, sin = _cos_sin(angles)
     return cos.to(dtype), sin.to(dtype)
 
 
 def vision_rotary(
-    image_grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu"
+    image_grid_thw: Tensor, vision_config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
@@ -115,9 +115,9 @@ def vision_rotary(
     Returns:
         cos, sin: arguments for apply_rotary, each (P, 1, D) float32.
     """
-    merge = config.spatial_merge_size
-    count = config.hidden_size // config.num_heads // 4
-    inv_freq = _inverse_frequencies(count, config.rope_theta, "cpu")
+    merge = vision_config.spatial_merge_size
+    count = vision_config.hidden_size // vision_config.num_heads // 4
+    inv_freq = _inverse_frequencies(count, vision_config.rope_theta, "cpu")
     frames = []
     for t, h, w in image_grid_thw.tolist():
         row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)

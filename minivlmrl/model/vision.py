@@ -65,7 +65,7 @@ NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by con
 EPS = 1e-6  # epsilon for the norms in the vision tower
 
 
-def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
+def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
     Windows of window_size pixels tile each frame from the top left; windows at the right and bottom may be smaller.
@@ -80,7 +80,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
         frame_lengths: patches in each frame, in window order.
     Source: get_window_index for Qwen2.5-VL in transformers, without its padding with -100.
     """
-    merge = config.spatial_merge_size
+    merge = vision_config.spatial_merge_size
     order = []
     window_lengths = []
     frame_lengths = []
@@ -90,8 +90,8 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
         cols = w // merge
         # side of a window in merged tokens; without window attention, one window covers the whole frame
         side = max(rows, cols)
-        if config.window_size:
-            side = config.window_size // merge // config.patch_size
+        if vision_config.window_size:
+            side = vision_config.window_size // merge // vision_config.patch_size
         windows_a_row = math.ceil(cols / side)
         window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
         window_col = torch.arange(cols) // side  # (cols,)
@@ -121,13 +121,15 @@ class VisionLayout:
 @lru_cache(maxsize=8)
 # Sampling runs in inference mode, but training uses the same layouts, and autograd rejects inference tensors.
 @torch.inference_mode(False)
-def vision_layout(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> VisionLayout:
+def vision_layout(
+    grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
+) -> VisionLayout:
     """Compute the order of the patches, their rotary angles, and the windows in which they attend to each other."""
     image_grid_thw = torch.tensor(grids)
-    merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
-    patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
+    merged, window_lengths, frame_lengths = window_order(image_grid_thw, vision_config)
+    patches = torch.arange(len(merged) * vision_config.spatial_merge_size**2).view(len(merged), -1)
     order = to_device(patches[merged].flatten(), device)
-    cos, sin = vision_rotary(image_grid_thw, config, device)
+    cos, sin = vision_rotary(image_grid_thw, vision_config, device)
     return VisionLayout(
         order=order,
         raster_order=to_device(merged.argsort(), device),
@@ -149,12 +151,12 @@ class VisionTower(nn.Module):
 
 
 class VisionTransformer(VisionTower):
-    def __init__(self, config: VisionConfig, mlp: Callable[..., nn.Module] = MLP):
+    def __init__(self, vision_config: VisionConfig, mlp: Callable[..., nn.Module] = MLP):
         super().__init__()
-        self.config = config
-        self.patch_embed = PatchEmbed(config)
-        self.blocks = nn.ModuleList(VisionBlock(config, mlp) for _ in range(config.depth))
-        self.merger = PatchMerger(config)
+        self.config = vision_config
+        self.patch_embed = PatchEmbed(vision_config)
+        self.blocks = nn.ModuleList(VisionBlock(vision_config, mlp) for _ in range(vision_config.depth))
+        self.merger = PatchMerger(vision_config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images and videos in a batch.
@@ -181,10 +183,10 @@ class VisionTransformer(VisionTower):
 class PatchEmbed(nn.Module):
     """Linear projection of flattened patches; the weight has the shape of a 3-D convolution, as in checkpoints."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, vision_config: VisionConfig):
         super().__init__()
-        size = (config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, size, size, bias=False)
+        size = (vision_config.temporal_patch_size, vision_config.patch_size, vision_config.patch_size)
+        self.proj = nn.Conv3d(vision_config.in_channels, vision_config.hidden_size, size, size, bias=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
@@ -192,12 +194,12 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: VisionConfig, mlp: Callable[..., nn.Module]):
+    def __init__(self, vision_config: VisionConfig, mlp: Callable[..., nn.Module]):
         super().__init__()
-        self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
-        self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
-        self.attn = VisionAttention(config)
-        self.mlp = mlp(config.hidden_size, config.intermediate_size, bias=True)
+        self.norm1 = NORMS[vision_config.norm](vision_config.hidden_size, EPS)
+        self.norm2 = NORMS[vision_config.norm](vision_config.hidden_size, EPS)
+        self.attn = VisionAttention(vision_config)
+        self.mlp = mlp(vision_config.hidden_size, vision_config.intermediate_size, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, segments)
@@ -205,11 +207,11 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, vision_config: VisionConfig):
         super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.num_heads = vision_config.num_heads
+        self.qkv = nn.Linear(vision_config.hidden_size, 3 * vision_config.hidden_size)
+        self.proj = nn.Linear(vision_config.hidden_size, vision_config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
@@ -221,12 +223,12 @@ class VisionAttention(nn.Module):
 class PatchMerger(nn.Module):
     """Normalize patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, vision_config: VisionConfig):
         super().__init__()
-        self.width = config.hidden_size * config.spatial_merge_size**2
-        self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
+        self.width = vision_config.hidden_size * vision_config.spatial_merge_size**2
+        self.ln_q = NORMS[vision_config.norm](vision_config.hidden_size, EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, config.out_hidden_size)
+            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, vision_config.out_hidden_size)
         )
 
     def forward(self, x: Tensor) -> Tensor:

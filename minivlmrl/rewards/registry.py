@@ -190,15 +190,15 @@ def get_reward(name: str) -> Reward:
     return Reward(name, resolve_function("reward", name, REWARDS))
 
 
-def training_rewards(run: RunConfig) -> list[Reward]:
+def training_rewards(config: RunConfig) -> list[Reward]:
     """Return the reward functions in a recipe's section `rewards`."""
-    return [replace(get_reward(name), max_seconds=run.max_reward_seconds) for name in run.rewards]
+    return [replace(get_reward(name), max_seconds=config.max_reward_seconds) for name in config.rewards]
 
 
-def held_out_rewards(run: RunConfig) -> list[Reward]:
+def held_out_rewards(config: RunConfig) -> list[Reward]:
     """Return the reward functions that a recipe uses to evaluate the model on held-out rows."""
-    seconds = run.max_reward_seconds
-    return [replace(get_reward(name), max_seconds=seconds) for name in run.eval_rewards]
+    seconds = config.max_reward_seconds
+    return [replace(get_reward(name), max_seconds=seconds) for name in config.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:

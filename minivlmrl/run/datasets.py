@@ -28,7 +28,7 @@ NEEDS = {
 
 
 def load_datasets(
-    run: RunConfig,
+    config: RunConfig,
     stages: Mapping[str, str],
     reward_columns: Iterable[str] = (),
     eval_columns: Iterable[str] = ("solution",),
@@ -40,7 +40,7 @@ def load_datasets(
     All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
 
     Args:
-        run: the recipe.
+        config: the recipe.
         stages: {stage: the kind of rows that it needs, a key in NEEDS}.
         reward_columns: columns that rewards need in training rows, unless a file in data.train lists its rewards.
         eval_columns: columns that rewards need in held-out rows.
@@ -48,43 +48,46 @@ def load_datasets(
         reads: all columns that a stage or a reward may read; None stands for any column.
     """
     world = world or World()
-    load = partial(_load_datasets, run, stages, reward_columns, eval_columns, world.is_main, reads)
+    load = partial(_load_datasets, config, stages, reward_columns, eval_columns, world.is_main, reads)
     return world.run_on_all_ranks(load, "open the data files")
 
 
-def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
+def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
     """Return the columns of the data files that the stages, the rewards or the evaluations of a recipe read.
 
     Returns:
         None if an environment, a stage from outside minivlmrl, or a reward with **columns may read any column.
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
-    rewards = [*(training_rewards(run) if is_scored else []), *(held_out_rewards(run) if run.data.eval_file else [])]
+    rewards = [
+        *(training_rewards(config) if is_scored else []),
+        *(held_out_rewards(config) if config.data.eval_file else []),
+    ]
     own_stages = [trainer for trainer in stages.values() if not trainer.__module__.startswith("minivlmrl.")]
-    if run.sampling.environment or own_stages or any(reward.receives_all for reward in rewards):
+    if config.sampling.environment or own_stages or any(reward.receives_all for reward in rewards):
         return None
     needed = [NEEDS[trainer.needs] for trainer in stages.values()]
-    more = [trainer.columns(getattr(run, name)) for name, trainer in stages.items()]
+    more = [trainer.columns(getattr(config, name)) for name, trainer in stages.items()]
     return {*chain(*needed, *more, *(reward.optional_columns for reward in rewards))}
 
 
 def _load_datasets(
-    run: RunConfig,
+    config: RunConfig,
     stages: Mapping[str, str],
     reward_columns: Iterable[str],
     eval_columns: Iterable[str],
     checks_files: bool,
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
-    config = run.data
-    check_sources(config, stages)
-    if config.task is not None:
-        return load_task(run, stages)
-    open_file = partial(_open_file, config, checks_files, reads)
+    options = config.data
+    check_sources(options, stages)
+    if options.task is not None:
+        return load_task(config, stages)
+    open_file = partial(_open_file, options, checks_files, reads)
     # Stages that train on the same file share its rows, so that the file is parsed once.
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
-        shared.setdefault(config.files.get(stage, config.train_file), []).append(stage)
+        shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
     datasets: dict[str, Dataset] = {}
     for path, names in shared.items():
         kinds = {stages[stage] for stage in names}
@@ -92,27 +95,27 @@ def _load_datasets(
         scores = {*reward_columns} if "prompts" in kinds else set()
         if path is None:
             rows = mix(
-                [_open_section(run, section, columns, scores, open_file) for section in config.train], config.train
+                [_open_section(config, section, columns, scores, open_file) for section in options.train], options.train
             )
         else:
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
-    if config.eval_file and config.eval_rows:
+    if options.eval_file and options.eval_rows:
         # A recipe that trains only on pairs is evaluated on held-out pairs, without sampling.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
-        datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
+        datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
     if stages:  # without a stage, only the evaluation file is read, and it may already have the new names
-        _check_renamed(config.columns, datasets)
+        _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
 
-def check_sources(config: DataOptions, stages: Mapping[str, str]):
+def check_sources(options: DataOptions, stages: Mapping[str, str]):
     """Raise ValueError unless the recipe has exactly one source of training rows."""
-    sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
-    every_stage_has_a_file = bool(stages) and stages.keys() <= config.files.keys()
+    sources = [name for name in ("task", "train_file", "train") if getattr(options, name)]
+    every_stage_has_a_file = bool(stages) and stages.keys() <= options.files.keys()
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
-    if not is_clear or (sources == ["task"] and config.files):
+    if not is_clear or (sources == ["task"] and options.files):
         raise ValueError(
             "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
             f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
@@ -132,19 +135,19 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
             )
 
 
-def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
+def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
     """Generate the training and held-out rows of the built-in task that the option data.task names."""
-    assert run.data.task is not None
-    training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
+    assert config.data.task is not None
+    training, held_out = get_task(config.data.task).datasets(config.data, config.seed)
     datasets = {}
     for stage, needs in stages.items():
         if needs not in training:
             raise ValueError(
-                f"stages: {stage} needs {needs}, but data.task {run.data.task} does not generate "
+                f"stages: {stage} needs {needs}, but data.task {config.data.task} does not generate "
                 "such rows; remove the stage, or use a file of rows (data.train_file)"
             )
         datasets[stage] = training[needs]
-    if run.data.eval_rows:
+    if config.data.eval_rows:
         datasets["eval"] = held_out
     return datasets
 
@@ -157,7 +160,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 
 
 def _open_section(
-    run: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
+    config: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
 ) -> FileDataset:
     """Open a file that data.train lists.
 
@@ -166,13 +169,13 @@ def _open_section(
         scores: columns that all rewards of the recipe need; empty if no stage uses rewards.
     """
     for name in section.rewards:
-        if name not in run.rewards:
+        if name not in config.rewards:
             raise ValueError(
                 f"data.train: {section.file}: unknown reward {name!r}; the rewards of the recipe "
-                f"are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
+                f"are: {', '.join(config.rewards)}{did_you_mean(name, config.rewards)}"
             )
     if scores and section.rewards:
-        scores = {*required_columns([r for r in training_rewards(run) if r.name in section.rewards])}
+        scores = {*required_columns([r for r in training_rewards(config) if r.name in section.rewards])}
     own = {"image_root": section.image_root, "prompt_template": section.prompt_template}
     changed_options = {name: value for name, value in own.items() if value is not None}
     return open_file(section.file, columns | scores, rewards=section.rewards, **changed_options)

@@ -119,17 +119,17 @@ def train_stage(
 ):
     """Train one stage of a recipe, from its first step or from a checkpoint."""
     stage = trainer.stage
-    config = trainer.config
+    options = trainer.options
     state.check_rows(len(rows))
     batches = Batches(rows, trainer, state.batches_consumed)
-    optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
+    optimizer = build_optimizer(trainer.trained, options, trainer.config.optimizer)
     with error_phase("load"):
         checkpoints.restore(trainer, optimizer)
     steps = trainer.steps(batches)  # samples nothing yet
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
-    for number in range(state.step, config.max_steps):
+    for number in range(state.step, options.max_steps):
         try:
             # A due checkpoint is saved before the evaluation, so a run that is killed in the evaluation loses no step.
             results.after_step(trainer, number)
@@ -155,7 +155,7 @@ def train_stage(
         state.seconds[stage] = log.seconds
         checkpoints.after_step(state, log)
     state.seconds[stage] = log.end_stage()
-    results.after_step(trainer, config.max_steps)
+    results.after_step(trainer, options.max_steps)
     results.measure(f"after_{stage}", trainer)
 
 
@@ -170,12 +170,12 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):
-        grad_norm = finish_gradients(trainer.trained, trainer.world, trainer.run.optimizer.max_grad_norm)
+        grad_norm = finish_gradients(trainer.trained, trainer.world, trainer.config.optimizer.max_grad_norm)
     metrics = metrics | step.metrics | {"grad_norm": grad_norm}
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite")
-    check_mismatch(trainer.run, metrics)
-    rate = learning_rate(number, trainer.config)
+    check_mismatch(trainer.config, metrics)
+    rate = learning_rate(number, trainer.options)
     for group in optimizer.param_groups:
         group["lr"] = rate
     with trainer.phase(UPDATE):

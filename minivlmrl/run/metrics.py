@@ -100,7 +100,7 @@ class MetricsLog(ExitStack):
         """
         self.trainer = trainer
         self.name = trainer.stage
-        bar = ProgressBar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
+        bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
         # After an error, closing the progress bar lets the error message start on a new line.
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
@@ -240,19 +240,19 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     return len(sizes)
 
 
-def check_mismatch(run: RunConfig, metrics: dict[str, float]):
+def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, the log-probabilities from sampler and trainer may differ by at most rollout.max_logp_mismatch nats. In
     bfloat16, the root mean square of the differences may be at most a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
-    bound = run.rollout.max_logp_mismatch
-    if (run.model.compute_dtype or run.model.dtype) == "bfloat16":
+    bound = config.rollout.max_logp_mismatch
+    if (config.model.compute_dtype or config.model.dtype) == "bfloat16":
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
+    if mismatch > bound and not config.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "

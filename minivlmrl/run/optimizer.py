@@ -25,18 +25,18 @@ def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
 OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bit"}
 
 
-def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
+def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the recipe's optimizer for all parameters that require gradients."""
     # FSDP may still hold full weights after a forward pass; the optimizer must get the shards instead.
     reshard(model)
-    return make_optimizer(trained_parameters(model), config, section)
+    return make_optimizer(trained_parameters(model), options, section)
 
 
-def make_optimizer(parameters: list, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
+def make_optimizer(parameters: list, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
-        betas = 0.9, config.adam_beta2
-        return factory(parameters, config.learning_rate, betas=betas, weight_decay=section.weight_decay)
+        betas = 0.9, options.adam_beta2
+        return factory(parameters, options.learning_rate, betas=betas, weight_decay=section.weight_decay)
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
@@ -79,7 +79,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     return gather_full_tensor(norm).item()
 
 
-def learning_rate(step: int, config: TrainingOptions) -> float:
+def learning_rate(step: int, options: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
     The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
@@ -89,12 +89,12 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
     the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.lr_scheduler_type == "constant":
-        return config.learning_rate
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    if options.lr_scheduler_type == "constant":
+        return options.learning_rate
+    progress = (step - options.warmup_steps) / max(1, options.max_steps - options.warmup_steps)
     remaining = 1 - progress
-    if config.lr_scheduler_type == "cosine":
+    if options.lr_scheduler_type == "cosine":
         remaining = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
+    return options.learning_rate * (options.min_lr_ratio + (1 - options.min_lr_ratio) * remaining)

@@ -87,7 +87,7 @@ class Results:
     def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate the model before the first stage or after a stage, and store the metrics for summary.json."""
         if self.held_out is not None:
-            steps_done = trainer.config.max_steps if trainer else 0
+            steps_done = trainer.options.max_steps if trainer else 0
             self.state.results[name] = self.evaluate(name, trainer, steps_done)
 
     def after_step(self, trainer: Trainer, steps_done: int):
@@ -95,7 +95,7 @@ class Results:
         if steps_done == 0:
             return
         config = self.config
-        is_last = steps_done == trainer.config.max_steps
+        is_last = steps_done == trainer.options.max_steps
         if config.eval_steps and steps_done % config.eval_steps == 0 and not is_last:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:

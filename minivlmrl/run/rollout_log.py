@@ -176,7 +176,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
         line = {
             "text": text,
             "answer": find_answer(text, processor.answer_format),
-            "rewards": dict(zip(trainer.run.rewards, sample.rewards.tolist(), strict=True)),
+            "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
             "why": completion.extra.get("why", {}),
             "reward": totals[g],
             "advantage": advantages[g],

@@ -143,34 +143,34 @@ class Trainer:
     trained: nn.Module  # module whose parameters the optimizer updates
 
     def __init__(
-        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
-        self.run = run
-        self.config = getattr(run, self.stage)
+        self.config = config
+        self.options = getattr(config, self.stage)
         self.world = world
         self.policy = model
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
         # Parameters that an earlier stage froze may be trained in this stage.
-        select_trained(model, run.model.freeze)
+        select_trained(model, config.model.freeze)
         self.reference = None
-        if self.has_reference(self.config):
+        if self.has_reference(self.options):
             from minivlmrl.trainers.reference import Reference
 
-            self.reference = Reference(model, run.reference, processor, world)
+            self.reference = Reference(model, config.reference, processor, world)
 
     @classmethod
-    def check(cls, run: RunConfig):
+    def check(cls, config: RunConfig):
         """Raise ValueError if the stage cannot train with the recipe; called before any model is loaded."""
 
     @staticmethod
-    def has_reference(config) -> bool:
+    def has_reference(options) -> bool:
         """Return True if the stage needs a reference model with the given options."""
         return False
 
     @staticmethod
-    def columns(config) -> tuple[str, ...]:
+    def columns(options) -> tuple[str, ...]:
         """Return the optional columns that the stage reads with the given options."""
         return ()
 
@@ -194,16 +194,16 @@ class Trainer:
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute the weighted sum of each sample's rewards: (samples,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
-        return combine(rewards, torch.tensor(list(self.run.rewards.values())))
+        return combine(rewards, torch.tensor(list(self.config.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
         """Return a context manager that enables adapter dropout for one micro-batch."""
-        if not self.run.adapter.dropout:
+        if not self.config.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout
 
-        key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
-        return dropout(self.trained, self.run.adapter.dropout, key)
+        key = f"{self.config.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
+        return dropout(self.trained, self.config.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss and the metrics of a micro-batch, and check their types."""
@@ -218,7 +218,7 @@ class Trainer:
 
     def save(self, folder: Path, merge: bool = True):
         """Save the weights, or only the adapters if `merge` is False; all ranks must call this method together."""
-        base = self.run.model.path
+        base = self.config.model.path
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
     def evaluate(self, rows) -> dict[str, float]:

@@ -19,50 +19,50 @@ class DPOTrainer(PairTrainer):
 
     stage = "dpo"
     config_type = DPOOptions
-    config: DPOOptions
+    options: DPOOptions
     # An SFT loss that is added to DPO is averaged over the tokens of chosen answers, which are rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
     @classmethod
-    def check(cls, run: RunConfig):
-        config = getattr(run, cls.stage)
+    def check(cls, config: RunConfig):
+        options = getattr(config, cls.stage)
         check_dpo_options(
-            config.loss_type,
-            config.loss_weights,
-            config.label_smoothing,
-            config.f_divergence_type,
-            config.use_weighting,
+            options.loss_type,
+            options.loss_weights,
+            options.label_smoothing,
+            options.f_divergence_type,
+            options.use_weighting,
             prefix=f"{cls.stage}.",
         )
 
     @staticmethod
-    def has_reference(config: DPOOptions) -> bool:
-        return not (config.reference_free or config.precompute_ref_log_probs)
+    def has_reference(options: DPOOptions) -> bool:
+        return not (options.reference_free or options.precompute_ref_log_probs)
 
     @staticmethod
-    def columns(config: DPOOptions) -> tuple[str, ...]:
-        return ("ref_chosen_logps", "ref_rejected_logps") if config.precompute_ref_log_probs else ()
+    def columns(options: DPOOptions) -> tuple[str, ...]:
+        return ("ref_chosen_logps", "ref_rejected_logps") if options.precompute_ref_log_probs else ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        config = self.config
+        options = self.options
         group = batch.group
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
         log_sum_sq_probs = None
-        if config.use_weighting:
+        if options.use_weighting:
             flat = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)  # (M,)
             log_sum_sq_probs = by_pair(group.pad(flat))
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            loss_type=config.loss_type,
-            loss_weights=config.loss_weights,
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            f_divergence_type=config.f_divergence_type,
-            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
-            ld_alpha=config.ld_alpha,
-            use_weighting=config.use_weighting,
+            loss_type=options.loss_type,
+            loss_weights=options.loss_weights,
+            beta=options.beta,
+            label_smoothing=options.label_smoothing,
+            f_divergence_type=options.f_divergence_type,
+            f_alpha_divergence_coef=options.f_alpha_divergence_coef,
+            ld_alpha=options.ld_alpha,
+            use_weighting=options.use_weighting,
             ref_per_token_logps=reference_logps(batch),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,
@@ -74,7 +74,7 @@ class DPOTrainer(PairTrainer):
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         policy, reference = (
-            answer_logps(x, by_pair(batch.loss_mask), self.config.ld_alpha)
+            answer_logps(x, by_pair(batch.loss_mask), self.options.ld_alpha)
             for x in (by_pair(batch.group.pad(logps)), reference_logps(batch))
         )
         log_ratio = policy - reference  # (B, 2)

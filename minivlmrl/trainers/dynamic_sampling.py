@@ -45,7 +45,7 @@ def sample_until_groups_differ(
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[SerializedGroup, bool]]:
     """Return [(group, True if its rewards differ), ...] for all ranks, in the order of sampling."""
-    size = trainer.config.num_generations
+    size = trainer.options.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
@@ -60,6 +60,6 @@ def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, b
     local = []  # this rank's groups, in the order of the optimizer steps
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
-    G = trainer.config.num_generations
+    G = trainer.options.num_generations
     begin = trainer.world.rank * len(local) * G
     return Rollout(load_groups(trainer.batches, local, range(begin, begin + len(local) * G, G)))

@@ -53,29 +53,29 @@ class GRPOTrainer(RolloutTrainer):
 
     stage = "grpo"
     config_type = GRPOOptions
-    config: GRPOOptions
+    options: GRPOOptions
 
     @classmethod
-    def check(cls, run: RunConfig):
-        super().check(run)
-        find_loss(getattr(run, cls.stage))
-        find_advantages(getattr(run, cls.stage))
+    def check(cls, config: RunConfig):
+        super().check(config)
+        find_loss(getattr(config, cls.stage))
+        find_advantages(getattr(config, cls.stage))
 
     @staticmethod
-    def has_reference(config: GRPOOptions) -> bool:
-        return bool(config.beta)
+    def has_reference(options: GRPOOptions) -> bool:
+        return bool(options.beta)
 
     def __init__(
-        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
-        super().__init__(run, model, processor, world, steps_done)
-        self.steps_per_rollout = self.config.steps_per_generation
+        super().__init__(config, model, processor, world, steps_done)
+        self.steps_per_rollout = self.options.steps_per_generation
         self.num_gen_batches = 1  # number of batches that dynamic sampling has used for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        most_batches = self.config.max_num_gen_batches
+        most_batches = self.options.max_num_gen_batches
         if most_batches == 1:
             return self.sample_and_score(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
@@ -85,14 +85,14 @@ class GRPOTrainer(RolloutTrainer):
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
         """Return the values that dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
-        if self.config.multi_objective_aggregation == "normalize_then_sum":
+        if self.options.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute each sample's weighted sum of rewards, and add DAPO's penalty for overlong completions."""
         total = super().total_rewards(samples)
-        limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
+        limit, cache = self.config.sampling.max_new_tokens, self.options.soft_punish_cache
         if not cache:
             return total
         return total + torch.tensor([soft_overlong_punishment(len(x.completion.ids), limit, cache) for x in samples])
@@ -106,13 +106,13 @@ class GRPOTrainer(RolloutTrainer):
         Args:
             parts: the rollout groups that each optimizer step trains on.
         """
-        config = self.config
+        options = self.options
         # 1. Compute the weighted sum of each sample's rewards, on all ranks.
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
-        in_groups = group_metrics(totals, config.num_generations)
+        in_groups = group_metrics(totals, options.num_generations)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
-        if config.max_num_gen_batches > 1:
+        if options.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
         # 2. Compute advantages by comparing each sample with the other samples of its group.
         advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
@@ -123,7 +123,7 @@ class GRPOTrainer(RolloutTrainer):
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
-            advantages = self.compute_advantages(totals - config.beta * kl, rewards)
+            advantages = self.compute_advantages(totals - options.beta * kl, rewards)
             for step in steps:
                 step[:] = [replace(b, advantages=self.gather_advantages(advantages, b)) for b in step]
         return steps
@@ -131,22 +131,22 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def kl_in_reward(self) -> bool:
         """Return True if the KL penalty is part of the reward, as in RLOO, instead of the loss."""
-        return self.config.loss_type == "rloo" and self.config.beta > 0
+        return self.options.loss_type == "rloo" and self.options.beta > 0
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        return find_advantages(self.config)
+        return find_advantages(self.options)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
         """Compute each sample's advantage from its rewards, (samples, K), and their weighted sum: (samples,)."""
         advantages = self.advantage_function(
             totals,
-            num_generations=self.config.num_generations,
-            scale_rewards=self.config.scale_rewards,
+            num_generations=self.options.num_generations,
+            scale_rewards=self.options.scale_rewards,
             rewards_per_func=rewards,
             reward_weights=self.reward_weights,
         )
-        return checked_advantages(self.config.advantages_name, advantages, totals)
+        return checked_advantages(self.options.advantages_name, advantages, totals)
 
     def gather_advantages(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
         return advantages[batch.completion_index].to(self.world.device)
@@ -160,7 +160,7 @@ class GRPOTrainer(RolloutTrainer):
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
         """Exchange the groups of an optimizer step between ranks, and pack this rank's micro-batches."""
-        config = self.config
+        options = self.options
         normalizer = self.count_tokens(groups)
         # 1. Exchange groups between ranks to balance the number of tokens, and pack the samples.
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
@@ -174,21 +174,21 @@ class GRPOTrainer(RolloutTrainer):
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
         # 3. To train only on tokens with high entropy, compute the entropy threshold over the tokens of all ranks.
         threshold = num_entropy_tokens = None
-        if config.top_entropy_quantile < 1:
+        if options.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
             entropies = torch.cat(self.world.gather_objects(local))
-            threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
+            threshold = top_entropy_threshold(entropies, options.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
         # 4. Compute the ratios of trainer to sampler probabilities, and build the batches for the loss.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
-            if config.rollout_correction:
+            if options.rollout_correction:
                 assert logps is not None  # because needs_old_logps is True
-                clip_min, clip_max = config.rollout_correction_bounds
+                clip_min, clip_max = options.rollout_correction_bounds
                 ratio = rollout_importance_ratio(
-                    logps, batch.sampler_logps, batch.loss_mask, config.rollout_correction, clip_max, clip_min
+                    logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
                 )
             batches.append(
                 GRPOBatch(
@@ -205,22 +205,22 @@ class GRPOTrainer(RolloutTrainer):
     @cached_property
     def needs_all_samples(self) -> bool:
         """Return True if samples with an advantage of 0 affect the gradient, for example because of a KL penalty."""
-        config = self.config
-        is_regularized = config.beta or config.entropy_coef or config.top_entropy_quantile < 1
-        return bool(is_regularized or config.loss_type == "bnpo" or self.loss_function is not grpo_loss)
+        options = self.options
+        is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
+        return bool(is_regularized or options.loss_type == "bnpo" or self.loss_function is not grpo_loss)
 
     @property
     def needs_old_logps(self) -> bool:
-        options = self.config.rollout_correction or self.config.top_entropy_quantile < 1
-        return bool(self.policy_moves or self.kl_in_reward or options)
+        for_options = self.options.rollout_correction or self.options.top_entropy_quantile < 1
+        return bool(self.policy_moves or self.kl_in_reward or for_options)
 
     @property
     def policy_moves(self) -> bool:
         """Return True if several optimizer steps train on the same rollout."""
-        return self.config.num_iterations * self.steps_per_rollout > 1
+        return self.options.num_iterations * self.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
-        return sample.completion.stopped or not self.config.mask_truncated_completions
+        return sample.completion.stopped or not self.options.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
         """Estimate each sample's KL from the reference model (estimator k1, in nats), on all ranks: (samples,)."""
@@ -237,10 +237,10 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def loss_function(self) -> Callable:
-        return find_loss(self.config)
+        return find_loss(self.options)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        config = self.config
+        options = self.options
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # Only built-in losses have token weights and an entropy bonus.
@@ -249,24 +249,24 @@ class GRPOTrainer(RolloutTrainer):
             padded_logps,
             batch.advantages,
             batch.loss_mask,
-            loss_type=config.loss_type,
-            importance_sampling_level=config.importance_sampling_level,
-            epsilon_low=config.epsilon_low,
-            epsilon_high=config.epsilon_high,
-            beta=0.0 if self.kl_in_reward else config.beta,
-            kl_estimator=config.kl_estimator,
-            use_bias_correction_kl=config.use_bias_correction_kl,
+            loss_type=options.loss_type,
+            importance_sampling_level=options.importance_sampling_level,
+            epsilon_low=options.epsilon_low,
+            epsilon_high=options.epsilon_high,
+            beta=0.0 if self.kl_in_reward else options.beta,
+            kl_estimator=options.kl_estimator,
+            use_bias_correction_kl=options.use_bias_correction_kl,
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
             **(self.weights(batch, padded_entropies) if is_builtin else {}),
         )
-        loss, metrics = checked_loss(f"{self.stage}.loss_type {config.loss_type}", returned)
-        if config.entropy_coef and is_builtin:
+        loss, metrics = checked_loss(f"{self.stage}.loss_type {options.loss_type}", returned)
+        if options.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)
             bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
-            loss = loss - config.entropy_coef * bonus
+            loss = loss - options.entropy_coef * bonus
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
@@ -277,41 +277,41 @@ class GRPOTrainer(RolloutTrainer):
         advantage of 0, which this trainer leaves out, are never clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64, so that shares add up exactly
-        if self.config.importance_sampling_level == "sequence" or self.config.loss_type == "rloo":
+        if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
         """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""
-        return kept_tokens(entropies, batch.loss_mask, self.config.top_entropy_quantile, batch.entropy_threshold)
+        return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
         """Return keyword arguments for grpo_loss that weight the loss of each token."""
         ratio = batch.importance_sampling_ratio
         weights = {}
-        if self.config.top_entropy_quantile < 1:
+        if self.options.top_entropy_quantile < 1:
             weights["token_weights"] = self.kept_tokens(batch, entropies)
-        if ratio is not None and self.config.loss_type == "vespo":
+        if ratio is not None and self.options.loss_type == "vespo":
             weights["importance_sampling_ratio"] = ratio
         elif ratio is not None:
             weights["token_weights"] = weights.get("token_weights", 1) * ratio
         return weights
 
 
-def find_loss(config: GRPOOptions) -> Callable:
+def find_loss(options: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user's loss function that the `loss_type` option names.
 
     A user's function may have fewer parameters than grpo_loss, or the form f(batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters][3:]
     table = dict.fromkeys(AVERAGES, grpo_loss)
-    return load_function("loss_type", config.loss_type, table, config, 3, names, like_grpo_loss)
+    return load_function("loss_type", options.loss_type, table, options, 3, names, like_grpo_loss)
 
 
-def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
+def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
     """Return the advantage function that the `advantages` option names: a built-in function or a user's function."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
-    return load_function("advantages", config.advantages_name, ADVANTAGES, config, 1, arguments)
+    return load_function("advantages", options.advantages_name, ADVANTAGES, options, 1, arguments)
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:

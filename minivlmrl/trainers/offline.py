@@ -44,7 +44,7 @@ class OfflineTrainer(Trainer):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            parts = split(rows, self.config.micro_batch_size)
+            parts = split(rows, self.options.micro_batch_size)
             with error_phase("preparation", rows):
                 step = self.step([self.micro_batch(part) for part in parts])
             yield step
@@ -117,7 +117,7 @@ class PairTrainer(OfflineTrainer):
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
-        parts = split(local_indices, self.config.micro_batch_size)
+        parts = split(local_indices, self.options.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)
         self.world.barrier("score the held-out pairs")

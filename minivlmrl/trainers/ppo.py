@@ -47,47 +47,47 @@ class PPOTrainer(RolloutTrainer):
 
     stage = "ppo"
     config_type = PPOOptions
-    config: PPOOptions
+    options: PPOOptions
 
     @classmethod
-    def check(cls, run: RunConfig):
-        super().check(run)
-        if run.sampling.environment:
+    def check(cls, config: RunConfig):
+        super().check(config)
+        if config.sampling.environment:
             raise ValueError(
                 "sampling.environment is set, but the stage ppo does not support tools, because "
                 "its critic has no values for the tokens that tools insert; use the stage grpo"
             )
-        if run.ppo.critic_path is not None:
-            check_value_model_folder(run.ppo.critic_path)
+        if config.ppo.critic_path is not None:
+            check_value_model_folder(config.ppo.critic_path)
 
     @staticmethod
-    def has_reference(config: PPOOptions) -> bool:
-        return bool(config.kl_coef)
+    def has_reference(options: PPOOptions) -> bool:
+        return bool(options.kl_coef)
 
     def __init__(
-        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
-        super().__init__(run, model, processor, world, steps_done)
-        self.steps_per_rollout = self.config.num_mini_batches
+        super().__init__(config, model, processor, world, steps_done)
+        self.steps_per_rollout = self.options.num_mini_batches
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
         # A separate critic has its own vision tower, which must process the images again.
-        return self.config.critic == "shared" and super().shares_vision_tower()
+        return self.options.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:
-        if self.config.critic == "shared":
+        if self.options.critic == "shared":
             return value_head(self.policy)
-        path = self.config.critic_path
+        path = self.options.critic_path
         if path is None:
-            return ValueModel(copy_model(self.policy), self.run.model.freeze)
-        return load_critic(path, self.policy, self.processor, self.run, self.world.device)
+            return ValueModel(copy_model(self.policy), self.config.model.freeze)
+        return load_critic(path, self.policy, self.processor, self.config, self.world.device)
 
     def save(self, folder: Path, merge: bool = True):
         super().save(folder, merge)
         if isinstance(self.critic, ValueModel):
-            base = self.config.critic_path or self.run.model.path
+            base = self.options.critic_path or self.config.model.path
             save_value_model(folder / "critic", self.critic, self.processor, self.world, base, merge)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -100,9 +100,9 @@ class PPOTrainer(RolloutTrainer):
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
         scores = totals.nan_to_num(0.0)  # weighted sum of each sample's rewards, on all ranks
-        if self.config.missing_eos_penalty is not None:
+        if self.options.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
-            scores = scores - self.config.missing_eos_penalty * self.world.all_gather(is_truncated)
+            scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
         masks = [batch.loss_mask for batch in batches]
@@ -111,7 +111,7 @@ class PPOTrainer(RolloutTrainer):
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
         """Pack this rank's micro-batches of an optimizer step, and compute advantages and returns with GAE."""
-        config = self.config
+        options = self.options
         normalizer = self.count_tokens(groups)
         batches = []
         for samples in self.split(self.rebalance(groups, groups)):
@@ -122,8 +122,8 @@ class PPOTrainer(RolloutTrainer):
             ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
             own_scores = scores[batch.completion_index].to(old_logps.device)
             mask = group.completion_mask
-            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, config.kl_coef, config.kl_estimator)
-            advantages, returns = gae(rewards, old_values, config.gamma, config.lam)
+            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, options.kl_coef, options.kl_estimator)
+            advantages, returns = gae(rewards, old_values, options.gamma, options.lam)
             batches.append(
                 PPOBatch(
                     **vars(batch),
@@ -153,8 +153,8 @@ class PPOTrainer(RolloutTrainer):
             batch.group.pad(logps),
             batch.group.pad(values),
             batch.loss_mask,
-            cliprange=self.config.cliprange,
-            vf_coef=self.config.vf_coef,
+            cliprange=self.options.cliprange,
+            vf_coef=self.options.vf_coef,
             old_per_token_logps=batch.old_per_token_logps,
             old_values=batch.old_values,
             advantages=batch.advantages,

@@ -35,17 +35,17 @@ class Reference:
     way, TRL's create_reference_model shares the layers that its argument num_shared_layers freezes.
     """
 
-    def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
+    def __init__(self, policy: VisionLanguageModel, options: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
-        if config.path is not None:
-            check_compatible(policy, config.path)
-            model = load_reference(config.path, policy, processor, world)
+        if options.path is not None:
+            check_compatible(policy, options.path)
+            model = load_reference(options.path, policy, processor, world)
         elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         elif policy.sharding is not None:
             # A moving reference needs the policy's precision: in 16 bits, most moves would be rounded to 0.
-            model = copy_model(policy, in_compute_dtype=not config.sync_ref_model)
+            model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
             model = copy.deepcopy(policy, frozen)

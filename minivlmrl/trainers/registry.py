@@ -45,10 +45,10 @@ def find_trainers(config) -> dict[str, type[Trainer]]:
     return trainers
 
 
-def check_dtypes(run: RunConfig):
+def check_dtypes(config: RunConfig):
     """Raise ValueError if a recipe trains in float16, whose gradients would need loss scaling."""
     for option in ("dtype", "compute_dtype"):
-        if run.stage_names and getattr(run.model, option) == "float16":
+        if config.stage_names and getattr(config.model, option) == "float16":
             raise ValueError(
                 f"model.{option} is 'float16', in which small gradients become 0, because there is no "
                 "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"

@@ -56,42 +56,47 @@ class RolloutTrainer(Trainer):
     samples_completions = True
 
     @classmethod
-    def check(cls, run: RunConfig):
+    def check(cls, config: RunConfig):
         """Raise ValueError if the stage cannot train with the recipe's rewards or sampling options."""
-        if run.sampling.temperature == 0:
+        if config.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, so all completions of a group would be identical; "
                 "set it to a value greater than 0"
             )
-        if not run.rewards:
+        if not config.rewards:
             raise ValueError(
                 f"the section rewards is empty, but the stage {cls.stage} needs at least one "
                 "reward; add one, for example rewards: {accuracy: 1.0}"
             )
-        check_environment(run)
-        find_engine(run.sampling).check(run)
-        if REWARD_MODEL in run.rewards:
-            reward_models().check_stage_order(run, cls.stage)
+        check_environment(config)
+        find_engine(config.sampling).check(config)
+        if REWARD_MODEL in config.rewards:
+            reward_models().check_stage_order(config, cls.stage)
 
     def __init__(
-        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
-        super().__init__(run, model, processor, world, steps_done)
+        super().__init__(config, model, processor, world, steps_done)
         self.sampler = make_sampler(
-            model, processor, run.sampling, world, run.rollout.gather_weights, keeps_vision=self.shares_vision_tower()
+            model,
+            processor,
+            config.sampling,
+            world,
+            config.rollout.gather_weights,
+            keeps_vision=self.shares_vision_tower(),
         )
-        self.temperature = run.sampling.temperature
-        self.reward_log = RewardLog(steps_done, self.config.max_steps)
-        self.rewards = [reward.with_world(world, self.reward_log) for reward in training_rewards(run)]
-        self.reward_weights = torch.tensor(list(run.rewards.values()))
+        self.temperature = config.sampling.temperature
+        self.reward_log = RewardLog(steps_done, self.options.max_steps)
+        self.rewards = [reward.with_world(world, self.reward_log) for reward in training_rewards(config)]
+        self.reward_weights = torch.tensor(list(config.rewards.values()))
         self.reward_model = None
-        if REWARD_MODEL in run.rewards:
-            self.reward_model = reward_models().RewardModelScores(run, model, processor, world)
+        if REWARD_MODEL in config.rewards:
+            self.reward_model = reward_models().RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
         """Return True if one frozen vision tower serves all models of the stage, and processes each image once."""
         is_frozen = not trained_parameters(self.policy.visual)
-        return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
+        return is_frozen and self.config.reference.path is None and REWARD_MODEL not in self.config.rewards
 
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
@@ -116,7 +121,7 @@ class RolloutTrainer(Trainer):
             parts = [rollout.groups[start : start + size] for start in starts]
             with self.phase("scoring", rows):
                 one_pass = list(zip(self.build_micro_batches(rollout, parts), parts, strict=True))
-            all_passes = one_pass * self.config.passes_per_rollout
+            all_passes = one_pass * self.options.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
@@ -124,13 +129,13 @@ class RolloutTrainer(Trainer):
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory."""
-        if samples_trajectories(self.run.sampling):
+        if samples_trajectories(self.config.sampling):
             return ()
-        length = self.run.sampling.max_new_tokens
+        length = self.config.sampling.max_new_tokens
         prompts = [row.prompt(self.processor) for row in rows]
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
-        completions = [[completion] * self.config.num_generations for completion in longest]
-        num_samples = len(rows) * self.config.num_generations
+        completions = [[completion] * self.options.num_generations for completion in longest]
+        num_samples = len(rows) * self.options.num_generations
         # A step may leave out groups with equal rewards, so the rewards in each group alternate between 0 and 1.
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
@@ -150,9 +155,9 @@ class RolloutTrainer(Trainer):
             prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
         with self.phase("sampling", rows):
-            completions = self.sampler(prompts, self.config.num_generations, keys)
-        check_groups(completions, len(prompts), self.config.num_generations)
-        self.sampler.verify_logps(rows, prompts, completions, self.run.rollout.max_logp_mismatch)
+            completions = self.sampler(prompts, self.options.num_generations, keys)
+        check_groups(completions, len(prompts), self.options.num_generations)
+        self.sampler.verify_logps(rows, prompts, completions, self.config.rollout.max_logp_mismatch)
         with self.phase("rewards", rows):
             rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         return Rollout.join(rows, prompts, completions, rewards, self.world.rank * len(rewards))
@@ -165,9 +170,9 @@ class RolloutTrainer(Trainer):
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
         """Compute metrics of the rewards and completions of all ranks."""
-        metrics = reward_metrics(rewards, totals, list(self.run.rewards))
+        metrics = reward_metrics(rewards, totals, list(self.config.rewards))
         completions = [sample.completion for sample in rollout.samples]
-        metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
+        metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | others
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
     # ------------------------------------------------------------------------- rebalance, split and pack
@@ -190,8 +195,8 @@ class RolloutTrainer(Trainer):
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split samples into micro-batches of micro_batch_size prompts or of max_tokens_per_micro_batch tokens."""
-        size = self.config.micro_batch_size
-        max_tokens = self.config.max_tokens_per_micro_batch
+        size = self.options.micro_batch_size
+        max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:
             return [list(chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
         lengths = []
@@ -211,7 +216,7 @@ class RolloutTrainer(Trainer):
         trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
         tokens = sum(int(mask.sum()) for mask in trained)
         sequences, tokens = self.world.sum(len(samples), tokens)
-        return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
+        return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
         """Pack samples in the order of their prompts, and compute the reference model's log-probabilities."""

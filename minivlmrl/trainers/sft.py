@@ -21,14 +21,14 @@ class SFTTrainer(OfflineTrainer):
 
     stage = "sft"
     config_type = SFTOptions
-    config: SFTOptions
+    options: SFTOptions
     needs = "demonstrations"
     batch_type = MicroBatch
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
         loss = sft_loss(
-            batch.group.pad(logps), batch.loss_mask, loss_type=self.config.loss_type, normalizer=batch.normalizer
+            batch.group.pad(logps), batch.loss_mask, loss_type=self.options.loss_type, normalizer=batch.normalizer
         )
         return loss, {"entropy": batch.mean(entropies)}
 
@@ -38,7 +38,7 @@ class SFTTrainer(OfflineTrainer):
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
-        size = self.config.micro_batch_size
+        size = self.options.micro_batch_size
         sums = torch.zeros(2).double()  # sum of the loss over all tokens, and token count
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
@@ -48,7 +48,7 @@ class SFTTrainer(OfflineTrainer):
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
-            total = sft_loss(padded, mask, loss_type=self.config.loss_type, normalizer=LossNormalizer(1, 1))
+            total = sft_loss(padded, mask, loss_type=self.options.loss_type, normalizer=LossNormalizer(1, 1))
             sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())

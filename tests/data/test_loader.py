@@ -44,8 +44,8 @@ class Numbered:
 
 def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), batches_consumed=0, **data):
     trainer = SimpleNamespace(
-        config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
-        run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
+        options=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
+        config=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR, answers=answers,
     )  # fmt: skip
     return Batches(rows or Numbered(), trainer, batches_consumed)

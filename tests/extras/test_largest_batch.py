@@ -52,7 +52,7 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
 
     before, random_state = copies(tried.trainer.trained), torch.get_rng_state()
     sizes = [RowSize(index=index) for index in range(8)]
-    question = MemoryQuestion(tried.trainer.run, name, None, 1, sizes, sizes[:1])
+    question = MemoryQuestion(tried.trainer.config, name, None, 1, sizes, sizes[:1])
     sampled = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_loss", training_loss)
@@ -63,13 +63,13 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
     assert len(batches) == 1 and len(batches[0].group.prompts) == len(rows)
     # the trial samples a rollout of 4 prompts, and 13 held-out rows, which fill a batch of 16,384 tokens
     shapes_of_batches = [(len(groups), {len(group) for group in groups}) for groups in sampled]
-    rollout = [(4, {tried.config.num_generations})] if tried.trainer.samples_completions else []
+    rollout = [(4, {tried.options.num_generations})] if tried.trainer.samples_completions else []
     assert shapes_of_batches == [*rollout, (13, {1})]
     assert {len(completion.ids) for groups in sampled for group in groups for completion in group} == {1}
     if tried.trainer.samples_completions:
-        config = tried.trainer.run
+        config = tried.trainer.config
         lengths = batches[0].group.completion_mask.sum(1)
-        assert lengths.tolist() == [config.sampling.max_new_tokens] * len(rows) * tried.config.num_generations
+        assert lengths.tolist() == [config.sampling.max_new_tokens] * len(rows) * tried.options.num_generations
     assert all(value.equal(before[key]) for key, value in tried.trainer.trained.state_dict().items())
     assert all(parameter.grad is None for parameter in tried.trainer.trained.parameters())
     assert torch.get_rng_state().equal(random_state) and not tried.optimizer.state

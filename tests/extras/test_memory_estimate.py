@@ -220,7 +220,7 @@ def test_dpo_without_a_reference_is_estimated_without_one():
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    estimated = estimate(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
+    estimated = estimate(run.trainer.config, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: estimated[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}

@@ -39,10 +39,10 @@ def groups_of(*solutions):
 
 def make_rules(temperature=1.0, model=None, state=(), stage="grpo", stages=("grpo",), evaluated=(), accuracy=1.0):
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
-    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": accuracy}, stages=[*stages])
+    config = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": accuracy}, stages=[*stages])
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
-    trainer = SimpleNamespace(stage=stage, run=run, policy=policy, trained=trained)
+    trainer = SimpleNamespace(stage=stage, config=config, policy=policy, trained=trained)
     trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample consists of its rewards only
     return WarningRules(trainer, SimpleNamespace(state=state), dict(evaluated))
 
@@ -92,7 +92,7 @@ def test_tags_are_not_advised_if_the_answer_has_none():
     never = HEALTHY | {"rewards/format/mean": 0.0, "rewards/format/std": 0.0}
     for values, count in ((never | {"rewards/accuracy/std": 0.0}, 1), (never, 0)):
         rules = make_rules()
-        rules.run.data.answer_format = "whole"
+        rules.config.data.answer_format = "whole"
         said = [text for _ in range(WINDOW) for text in rules.step(values)]
         assert len(said) == count and "tags" not in str(said)
 
@@ -139,7 +139,7 @@ def test_the_advice_knows_whether_there_were_demonstrations(stages, cure):
 
 def test_a_run_without_rewards_gets_no_warning_about_rewards():
     rules = make_rules()
-    rules.run.rewards = {}
+    rules.config.rewards = {}
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 

@@ -70,10 +70,10 @@ class Uneven:
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """Return an object with the attributes of a trainer that Batches reads."""
-    config = SimpleNamespace(prompts_per_step=prompts_per_step)
-    run = SimpleNamespace(seed=0, data=DataOptions())
+    options = SimpleNamespace(prompts_per_step=prompts_per_step)
+    config = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
-        stage=stage, config=config, run=run, world=world, steps_per_rollout=1,
+        stage=stage, options=options, config=config, world=world, steps_per_rollout=1,
         processor=Processor(shapes.tokenizer(), ImageProcessor()), answers=(),
     )  # fmt: skip
 

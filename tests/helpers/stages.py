@@ -79,11 +79,11 @@ class Stage:
         inject_adapters(self.model, config.adapter)
         init_adapters(self.model, config.seed)
         self.trainer = trainer(config, self.model, processor, world)
-        self.config, self.held_out, self.number = self.trainer.config, held_out, 0
+        self.options, self.held_out, self.number = self.trainer.options, held_out, 0
         if rows is None:
             rows = Shapes(8, "rows")
         self.batches = Batches(rows, self.trainer)
-        self.optimizer = build_optimizer(self.trainer.trained, self.config, config.optimizer)
+        self.optimizer = build_optimizer(self.trainer.trained, self.options, config.optimizer)
         self.work = self.trainer.steps(self.batches)
         self.step = None
 

@@ -148,8 +148,8 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     return model
 
 
-def model_of(config: ModelConfig, seed: int = 0) -> VisionLanguageModel:
-    return telling_weights(find_family(config.model_type).build_model(config), seed)
+def model_of(model_config: ModelConfig, seed: int = 0) -> VisionLanguageModel:
+    return telling_weights(find_family(model_config.model_type).build_model(model_config), seed)
 
 
 def model(

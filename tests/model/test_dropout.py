@@ -64,7 +64,7 @@ def test_masks_of_a_run(stage):
     def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft", name=LAYER):
         layer = adapters(trainer.trained)[name]
         trainer.world = World(rank, 2, device)
-        trainer.run.seed = seed
+        trainer.config.seed = seed
         trainer.stage = stage
         with trainer.dropout(step, micro_batch):
             return layer.drop(torch.ones(9, layer.in_features)).numpy().tobytes()
@@ -81,7 +81,7 @@ def test_dropout_applies_only_to_the_training_forward(stage, samples, name):
     run.go(2 if name == "grpo" else 4)
     first = run.next()[0]
     with torch.no_grad():
-        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.run.sampling.temperature)[0])
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.config.sampling.temperature)[0])
     torch.testing.assert_close(first.old_per_token_logps, logps, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(first.sampler_logps.double(), logps, rtol=1e-5, atol=1e-5)
     assert (first.ref_per_token_logps - logps).abs().max() > 1e-4

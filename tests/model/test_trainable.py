@@ -81,7 +81,7 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
-        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.run.sampling.temperature)[0])
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.config.sampling.temperature)[0])
     assert torch.equal(first.ref_per_token_logps, logps)  # new adapters are 0
     kept = sum(p.numel() for p in run.trainer.reference.model.parameters())
     assert kept < 0.5 * sum(p.numel() for p in plain.parameters())
@@ -89,7 +89,7 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     run.go(1)
     second = run.next()[0]
     with torch.no_grad():
-        expected = per_token_logps(plain, second.group, run.trainer.run.sampling.temperature)[0]
+        expected = per_token_logps(plain, second.group, run.trainer.config.sampling.temperature)[0]
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
 
 

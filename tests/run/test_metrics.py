@@ -35,12 +35,12 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
     """Begin a stage with a stand-in trainer, which has only the attributes that the log reads."""
-    config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
+    options, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
     model = SimpleNamespace(dtype="float32", compute_dtype=None)
     sampling = SimpleNamespace(temperature=1.0, max_new_tokens=9)
-    run = SimpleNamespace(rollout=rollout, model=model, rewards={}, sampling=sampling)
+    config = SimpleNamespace(rollout=rollout, model=model, rewards={}, sampling=sampling)
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
-    trainer = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
+    trainer = SimpleNamespace(stage=stage, options=options, config=config, policy=policy, trained=torch.nn.Module())
     trainer.timer = PhaseTimer(log.world.device)
     log.stage(trainer, done, seconds)
     return log

@@ -40,9 +40,9 @@ def results(home, tmp_path, monkeypatch):
 
 def trained(stage, max_steps=3, saved=None, **says):
     """Return a stand-in trainer at the end of its stage; `says` are its evaluation metrics."""
-    config = SimpleNamespace(max_steps=max_steps)
+    options = SimpleNamespace(max_steps=max_steps)
     mine = find_class(stage).trains_policy
-    return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
+    return SimpleNamespace(stage=stage, trains_policy=mine, options=options, evaluate=lambda rows: says, save=saved)
 
 
 @pytest.mark.parametrize(("trainer", "says"), [

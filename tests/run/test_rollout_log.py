@@ -119,7 +119,7 @@ def log_on_rank(folder, overrides, world):
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
     rollout = Rollout.join(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
     trainer = SimpleNamespace(
-        stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1), world=world
+        stage="grpo", config=config, processor=processor, options=SimpleNamespace(num_generations=1), world=world
     )
     trainer.total_rewards = lambda samples: torch.zeros(len(samples))
     log.step(trainer, Step([], rollout=rollout, groups=rollout.groups[: 2 - world.rank]), 0)

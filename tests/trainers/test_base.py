@@ -39,9 +39,9 @@ def test_a_later_stage_trains_everything_again(stage, following):
     run = stage("dpo", "--model.freeze=[vision]")
     assert not any(p.requires_grad for p in run.model.visual.blocks.parameters())
     first = run.trainer
-    first.run.stages = [following]
-    first.run.model.freeze = []
-    trainer = find_trainer(following, first.run)(first.run, run.model, first.processor, first.world)
+    first.config.stages = [following]
+    first.config.model.freeze = []
+    trainer = find_trainer(following, first.config)(first.config, run.model, first.processor, first.world)
     assert all(p.requires_grad for p in run.model.parameters())
     alone = {name for name, p in trainer.trained.named_parameters() if not p.requires_grad}
     assert alone == ({"backbone.lm_head.weight"} if following == "reward_model" else set())
@@ -89,5 +89,5 @@ def test_a_trainer_passes_every_option_of_its_stage_to_the_loss(stage, monkeypat
     monkeypatch.setattr(module, loss, spy)
     run = stage(name, *as_overrides({f"{name}.{option}": value for option, value in options.items()}))
     run.go(1)
-    passed = loss_options(run.config, original)
+    passed = loss_options(run.options, original)
     assert options.items() <= passed.items() <= calls[0].items()

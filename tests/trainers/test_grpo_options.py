@@ -376,8 +376,8 @@ def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, 
 ])  # fmt: skip
 def test_options_for_which_a_custom_function_has_no_parameter_are_noted(stage, own, option, name, given, idle):
     trainer = stage("grpo", own(option, name), *(f"--grpo.{text}" for text in given.split())).trainer
-    said = f"the function grpo.{option} {getattr(trainer.config, option)} has no parameter of this name"
-    found = [(names, reason) for names, reason in options_without_effect(trainer.run, {"grpo": type(trainer)})]
+    said = f"the function grpo.{option} {getattr(trainer.options, option)} has no parameter of this name"
+    found = [(names, reason) for names, reason in options_without_effect(trainer.config, {"grpo": type(trainer)})]
     assert [names for names, reason in found if reason == said] == [idle] * bool(idle)
 
 

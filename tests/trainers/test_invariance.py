@@ -28,7 +28,7 @@ def steps(folder, stage, *overrides):
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
     run = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows"))
     lines = []
-    for _ in range(run.config.max_steps):
+    for _ in range(run.options.max_steps):
         run.next()
         lines.append(run.update())
     return lines, snapshot(run.trainer.trained)

@@ -35,7 +35,7 @@ class Pairs(PairTrainer):
         self.world = world
         self.trained = torch.nn.Linear(1, 1)
         self.margins = margins
-        self.config = SimpleNamespace(micro_batch_size=1)
+        self.options = SimpleNamespace(micro_batch_size=1)
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])

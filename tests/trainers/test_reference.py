@@ -117,7 +117,7 @@ def test_a_reference_from_a_folder_matches_transformers(stage, other, name, opti
     shutil.copy(folder / "tokenizer.json", tmp_path / "theirs")
     run = stage(name, f"--reference.path={tmp_path / 'theirs'}", f"--{name}.{WEIGHTS[name]}=0.1", *options)
     run.go()
-    temperature = run.trainer.run.sampling.temperature if name in ("grpo", "ppo") else 1.0
+    temperature = run.trainer.config.sampling.temperature if name in ("grpo", "ppo") else 1.0
     for batch in run.next():
         with torch.no_grad():
             expected = their_logps(theirs, batch.group, temperature)

@@ -117,7 +117,7 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
 def test_the_tokens_of_a_step_are_at_least_one(lengths, tokens):
     """A step without tokens divides its loss of 0 by 1."""
     samples = [SimpleNamespace(completion=SimpleNamespace(policy_mask=torch.ones(n))) for n in lengths]
-    run = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=7))
-    trainer = SimpleNamespace(is_trained=lambda sample: True, world=ONE, run=run)
+    config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=7))
+    trainer = SimpleNamespace(is_trained=lambda sample: True, world=ONE, config=config)
     normalizer = RolloutTrainer.count_tokens(trainer, [samples])
     assert (normalizer.sequences, normalizer.tokens, normalizer.max_completion_length) == (2, tokens, 7)

@@ -20,19 +20,19 @@ from minivlmrl.trainers.base import Trainer
 Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
-def on_policy(run: RunConfig) -> bool:
+def on_policy(config: RunConfig) -> bool:
     """Return True if GRPO takes one optimizer step per rollout, so every ratio of new to old probabilities is 1."""
-    return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
+    return config.grpo.num_iterations * config.grpo.steps_per_generation == 1
 
 
-def own_loss(run: RunConfig) -> bool:
+def own_loss(config: RunConfig) -> bool:
     """Return True if the GRPO loss is a user's function, which may use any option of grpo."""
-    return ":" in run.grpo.loss_type
+    return ":" in config.grpo.loss_type
 
 
-def weighs_tokens(run: RunConfig) -> bool:
-    corrects_kl = run.grpo.beta > 0 and run.grpo.use_bias_correction_kl
-    return bool(run.grpo.rollout_correction) or run.grpo.top_entropy_quantile < 1 or corrects_kl
+def weighs_tokens(config: RunConfig) -> bool:
+    corrects_kl = config.grpo.beta > 0 and config.grpo.use_bias_correction_kl
+    return bool(config.grpo.rollout_correction) or config.grpo.top_entropy_quantile < 1 or corrects_kl
 
 
 CLIPS = "grpo.epsilon_low grpo.epsilon_high"
@@ -119,47 +119,47 @@ RULES: list[Rule] = [
 ]  # fmt: skip
 
 
-def options_without_effect(run: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
+def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
     """Yield the options that a recipe sets but that have no effect, together with the reason."""
-    for name in run.unused_sections:
+    for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
-    for stage in run.data.files:
-        if stage not in run.stage_names:
+    for stage in config.data.files:
+        if stage not in config.stage_names:
             yield [f"data.files.{stage}"], f"`stages` does not include {stage}"
     seen = set()
-    for options, reason in reasons(run, trainers):
-        changed = [option for option in options if option not in seen and is_set(option, run)]
+    for options, reason in reasons(config, trainers):
+        changed = [option for option in options if option not in seen and is_set(option, config)]
         seen |= {*changed}
         if changed:
             yield changed, reason
 
 
-def reasons(run: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
+def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
     """Yield options that have no effect in a recipe, whether the recipe sets them or not, together with the reason."""
-    for name, section in vars(run).items():
-        if isinstance(section, TrainingOptions) and name not in run.stage_names:
+    for name, section in vars(config).items():
+        if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in run.rewards:  # the reward reward_model loads this model
+            if "reward_model" in config.rewards:  # the reward reward_model loads this model
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
-    data = run.data
-    if run.stages and data.files.keys() >= {*run.stage_names}:
+    data = config.data
+    if config.stages and data.files.keys() >= {*config.stage_names}:
         yield ["data.train_file", "data.train"], "data.files has the rows of all stages"
     if not any(trainer.samples_completions for trainer in trainers.values()):
         options = ["log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"]
         is_evaluated = data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task)
         yield options if is_evaluated else ["rewards", *options], "no stage samples completions"
-    if trainers and not any(trainer.has_reference(getattr(run, name)) for name, trainer in trainers.items()):
+    if trainers and not any(trainer.has_reference(getattr(config, name)) for name, trainer in trainers.items()):
         yield (
             ["reference.path"],
             "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only without "
             "reference_free",
         )
     for options, reason, applies in RULES:
-        if applies(run):
+        if applies(config):
             yield options.split(), reason
-    for name in run.stage_names:
-        if isinstance(section := getattr(run, name), GRPOOptions):
+    for name in config.stage_names:
+        if isinstance(section := getattr(config, name), GRPOOptions):
             yield from ignored_by_functions(name, section)
 
 

@@ -52,18 +52,18 @@ class ExpertsConfig(ModelConfig):
 class Experts(nn.Module):
     """MoE layer with k routed experts per token; Qwen3.5 adds a gated shared expert."""
 
-    def __init__(self, config: ExpertsConfig, index: int):
+    def __init__(self, model_config: ExpertsConfig, index: int):
         super().__init__()
         self.index = index
-        self.top_k = config.num_experts_per_tok
-        width = config.hidden_size
-        self.gate = nn.Linear(width, config.num_experts, bias=False)
+        self.top_k = model_config.num_experts_per_tok
+        width = model_config.hidden_size
+        self.gate = nn.Linear(width, model_config.num_experts, bias=False)
         self.experts = nn.ModuleList(
-            MLP(width, config.moe_intermediate_size, bias=False) for _ in range(config.num_experts)
+            MLP(width, model_config.moe_intermediate_size, bias=False) for _ in range(model_config.num_experts)
         )
         self.shared_expert = None
-        if config.shared_expert_intermediate_size:
-            self.shared_expert = MLP(width, config.shared_expert_intermediate_size, bias=False)
+        if model_config.shared_expert_intermediate_size:
+            self.shared_expert = MLP(width, model_config.shared_expert_intermediate_size, bias=False)
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
@@ -115,10 +115,10 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return probabilities, probabilities.topk(top_k, dim=-1).indices
 
 
-def place_experts(layer: DecoderLayer, config: ExpertsConfig, index: int):
+def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
     """Replace the MLP of a decoder layer with a mixture of experts, if config.json says that the layer has experts."""
-    if config.has_experts(index):
-        layer.mlp = Experts(config, index)
+    if model_config.has_experts(index):
+        layer.mlp = Experts(model_config, index)
 
 
 # a weight file stores gate_proj and up_proj of all experts as one tensor, gate_up_proj
@@ -160,7 +160,7 @@ class ExpertsFamily(Family):
         return text
 
     def split_tensors(
-        self, tensors: Iterable[tuple[str, Tensor]], config: ExpertsConfig, file: Path
+        self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a weight file, and split each tensor of all experts into the experts' own weights.
 
@@ -173,11 +173,11 @@ class ExpertsFamily(Family):
                 yield name, tensor
                 continue
             parts = FUSED[kind]
-            E = config.num_experts
-            size = config.moe_intermediate_size
-            shape = (E, 2 * size, config.hidden_size)
+            E = model_config.num_experts
+            size = model_config.moe_intermediate_size
+            shape = (E, 2 * size, model_config.hidden_size)
             if kind == "down_proj":
-                shape = (E, config.hidden_size, size)
+                shape = (E, model_config.hidden_size, size)
             if self.transposed and tensor.shape != shape:
                 tensor = tensor.mT
             if tensor.shape != shape:
@@ -190,19 +190,19 @@ class ExpertsFamily(Family):
                 for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
                     yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
 
-    def stack_tensors(self, weights: dict[str, Weight], config: ExpertsConfig):
+    def stack_tensors(self, weights: dict[str, Weight], model_config: ExpertsConfig):
         for name in list(weights):
             layer_name, first, _ = name.partition(".0.down_proj")
             if not first or not layer_name.endswith(".mlp.experts"):
                 continue
             for kind, parts in FUSED.items():
                 experts = []
-                for i in range(config.num_experts):
+                for i in range(model_config.num_experts):
                     experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
                 weights[f"{layer_name}.{kind}"] = StackedExperts(experts, self.transposed)
 
-    def uses_every_parameter(self, config: ExpertsConfig, index: int) -> bool:
-        return not config.has_experts(index)
+    def uses_every_parameter(self, model_config: ExpertsConfig, index: int) -> bool:
+        return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
         """Make the MoE layers of a sharded model add up each expert's token count over all ranks."""

@@ -96,13 +96,13 @@ class Layer(DecoderLayer):
     # The base class creates no attention, because __init__ chooses between GatedAttention and GatedDeltaNet.
     attention_type = None
 
-    def __init__(self, config: Qwen3_5Config, index: int):
-        super().__init__(config, index)
-        if config.layer_types[index] == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, index)
+    def __init__(self, model_config: Qwen3_5Config, index: int):
+        super().__init__(model_config, index)
+        if model_config.layer_types[index] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(model_config, index)
         else:  # only layers with attention have an entry in the KV cache
-            key_index = config.layer_types[:index].count("full_attention")
-            self.self_attn = GatedAttention(config, key_index)
+            key_index = model_config.layer_types[:index].count("full_attention")
+            self.self_attn = GatedAttention(model_config, key_index)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         if hasattr(self, "linear_attn"):
@@ -113,11 +113,11 @@ class Layer(DecoderLayer):
 class GatedAttention(SelfAttention):
     """Attention with a gate on the output, and with rotary embeddings for only a part of each head."""
 
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        self.q_proj = nn.Linear(config.hidden_size, 2 * self.q_proj.out_features, bias=False)
-        self.q_norm = CenteredRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = CenteredRMSNorm(self.head_dim, config.rms_norm_eps)
+    def __init__(self, model_config: ModelConfig, index: int):
+        super().__init__(model_config, index)
+        self.q_proj = nn.Linear(model_config.hidden_size, 2 * self.q_proj.out_features, bias=False)
+        self.q_norm = CenteredRMSNorm(self.head_dim, model_config.rms_norm_eps)
+        self.k_norm = CenteredRMSNorm(self.head_dim, model_config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         q_and_gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))  # (N, H, 2 D)
@@ -144,25 +144,25 @@ class GatedDeltaNet(nn.Module):
 
     resets_itself = True  # build.initialize calls reset_parameters
 
-    def __init__(self, config: Qwen3_5Config, index: int):
+    def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__()
         self.index = index
-        self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.k_heads, self.v_heads = model_config.linear_num_key_heads, model_config.linear_num_value_heads
+        self.k_dim, self.v_dim = model_config.linear_key_head_dim, model_config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
         self.sizes = [key_width, key_width, value_width]  # total query, key and value widths
         width = sum(self.sizes)  # W
-        hidden_size = config.hidden_size
+        hidden_size = model_config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
         self.in_proj_z = nn.Linear(hidden_size, value_width, bias=False)
         self.in_proj_b = nn.Linear(hidden_size, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden_size, self.v_heads, bias=False)
-        taps = config.linear_conv_kernel_dim
+        taps = model_config.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(width, width, taps, groups=width, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
         self.A_log = nn.Parameter(torch.empty(self.v_heads))
-        self.norm = RMSNorm(self.v_dim, config.rms_norm_eps)
+        self.norm = RMSNorm(self.v_dim, model_config.rms_norm_eps)
         self.out_proj = nn.Linear(value_width, hidden_size, bias=False)
         self.reset_parameters()
 

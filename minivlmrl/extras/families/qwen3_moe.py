@@ -58,17 +58,17 @@ class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
 class ExpertsLayer(DecoderLayer):
     """Qwen3-VL-MoE decoder layer."""
 
-    def __init__(self, config: Qwen3VLMoeConfig, index: int):
-        super().__init__(config, index)
-        place_experts(self, config, index)
+    def __init__(self, model_config: Qwen3VLMoeConfig, index: int):
+        super().__init__(model_config, index)
+        place_experts(self, model_config, index)
 
 
 class RecurrentExpertsLayer(Layer):
     """Qwen3.5-MoE decoder layer."""
 
-    def __init__(self, config: Qwen3_5MoeConfig, index: int):
-        super().__init__(config, index)
-        place_experts(self, config, index)
+    def __init__(self, model_config: Qwen3_5MoeConfig, index: int):
+        super().__init__(model_config, index)
+        place_experts(self, model_config, index)
 
 
 class Qwen3VLMoe(ExpertsFamily, Qwen3VL):

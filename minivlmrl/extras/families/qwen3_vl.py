@@ -85,12 +85,12 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 class Merger(nn.Module):
     """Merge 2 x 2 patches into one token; DeepStack's mergers normalize the four patches together."""
 
-    def __init__(self, config: VisionConfig, norm_all_patches: bool):
+    def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
-        self.width = config.hidden_size * config.spatial_merge_size**2
-        self.norm = nn.LayerNorm(self.width if norm_all_patches else config.hidden_size, EPS)
+        self.width = vision_config.hidden_size * vision_config.spatial_merge_size**2
+        self.norm = nn.LayerNorm(self.width if norm_all_patches else vision_config.hidden_size, EPS)
         self.linear_fc1 = nn.Linear(self.width, self.width)
-        self.linear_fc2 = nn.Linear(self.width, config.out_hidden_size)
+        self.linear_fc2 = nn.Linear(self.width, vision_config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.width)
@@ -102,16 +102,16 @@ class Qwen3VisionTransformer(VisionTower):
 
     config: Qwen3VisionConfig
 
-    def __init__(self, config: Qwen3VisionConfig):
+    def __init__(self, vision_config: Qwen3VisionConfig):
         super().__init__()
-        self.config = config
-        self.patch_embed = PatchEmbed(config)
-        self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
-        self.merger = Merger(config, norm_all_patches=False)
-        deep = config.deepstack_visual_indexes
-        self.deepstack_merger_list = nn.ModuleList(Merger(config, norm_all_patches=True) for _ in deep)
+        self.config = vision_config
+        self.patch_embed = PatchEmbed(vision_config)
+        self.patch_embed.proj.bias = nn.Parameter(torch.zeros(vision_config.hidden_size))
+        self.pos_embed = nn.Embedding(vision_config.num_position_embeddings, vision_config.hidden_size)
+        self.blocks = nn.ModuleList(VisionBlock(vision_config, gelu_mlp) for _ in range(vision_config.depth))
+        self.merger = Merger(vision_config, norm_all_patches=False)
+        deep = vision_config.deepstack_visual_indexes
+        self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images in a batch, with the same arguments as VisionTransformer.forward.
@@ -265,9 +265,9 @@ class Qwen3VL(Family):
     }
     box_space = "thousandths"
 
-    def build_tower(self, config: VisionConfig) -> Qwen3VisionTransformer:
-        assert isinstance(config, Qwen3VisionConfig)
-        return Qwen3VisionTransformer(config)
+    def build_tower(self, vision_config: VisionConfig) -> Qwen3VisionTransformer:
+        assert isinstance(vision_config, Qwen3VisionConfig)
+        return Qwen3VisionTransformer(vision_config)
 
     def write_config(self, config: dict) -> dict:
         """Convert a flat config to the layout with text_config that config.json has in transformers since 4.57."""

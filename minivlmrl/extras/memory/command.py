@@ -61,8 +61,8 @@ def main(arguments: list[str]):
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)
-    run = load_config(recipe, overrides)
-    name = options.model or run.model.path
+    config = load_config(recipe, overrides)
+    name = options.model or config.model.path
     if name is None:
         raise ValueError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
     name = base_model(name) if is_adapter_folder(name) else name
@@ -72,12 +72,12 @@ def main(arguments: list[str]):
     typical = [assumed_row(options)]
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
-        measured = open_rows(run, find_settings(name))
-        if measured is None and run.data.train_file:
-            missing = f"{run.data.train_file}, data.eval_file or tokenizer.json beside config.json"
+        measured = open_rows(config, find_settings(name))
+        if measured is None and config.data.train_file:
+            missing = f"{config.data.train_file}, data.eval_file or tokenizer.json beside config.json"
             print(f"The rows were not read, because {missing} is missing; the sizes of the prompts are assumed.")
-    for stage in run.stage_names:
-        question = MemoryQuestion(run, stage, costs, options.gpus, typical, typical)
+    for stage in config.stage_names:
+        question = MemoryQuestion(config, stage, costs, options.gpus, typical, typical)
         if measured is not None:
             datasets, processor = measured
             rows, held_out = measure_datasets(question, datasets, processor)
@@ -126,12 +126,12 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     decode step reads the decoder's weights and the KV cache once. The time for attention, activation functions and the
     CPU is not counted.
     """
-    run, config, estimator = question.run, question.options, question.estimator
+    config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
     samples = question.trainer.samples_completions
-    prompts = config.prompts_per_step / question.gpus
-    answers = config.num_generations if samples else len(question.trainer.answers)
-    length = run.sampling.max_new_tokens if samples or row.answer_tokens is None else row.answer_tokens
+    prompts = options.prompts_per_step / question.gpus
+    answers = options.num_generations if samples else len(question.trainer.answers)
+    length = config.sampling.max_new_tokens if samples or row.answer_tokens is None else row.answer_tokens
     merged = prompts * row.image_tokens
     inputs = {
         "tokens": prompts * (row.prompt_tokens + answers * length), "scored": prompts * answers * length,
@@ -153,7 +153,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
         seconds["rollout"] = prefill + batches * length * step_bytes / card.bandwidth
     if question.has_reference:
         seconds["score"] = forward
-    seconds["train"] = compute(inputs, backward=True) + forward * run.model.activation_checkpointing
+    seconds["train"] = compute(inputs, backward=True) + forward * config.model.activation_checkpointing
     items = persistent_items(question)
     # The optimizer step reads and writes AdamW's moments and the weights, and reads the gradients.
     trained = bytes_of(trained_parameters(question.models))
@@ -185,7 +185,9 @@ def disk_text(question: MemoryQuestion) -> str:
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     written = ", ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
     advice = (
-        " (save: adapter keeps checkpoints small)" if question.run.adapter.r and question.run.save == "merged" else ""
+        " (save: adapter keeps checkpoints small)"
+        if question.config.adapter.r and question.config.save == "merged"
+        else ""
     )
     return (
         f"disk: {two_digits(weights / GB)} GB of weights are downloaded to HF_HOME, about 6 GB of wheels are "
@@ -199,12 +201,12 @@ def assumed_row(options: argparse.Namespace) -> RowSize:
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 
 
-def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
+def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
     """Open the dataset of a recipe, and the processor that counts the tokens of a row.
 
     Returns None if the recipe names no rows, its files do not exist, or the model's folder has no tokenizer.
     """
-    data = run.data
+    data = config.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
     named = [file for file in files if file]
     is_complete = data.task is not None or (bool(named) and all(split_of(f)[0].exists() for f in named))
@@ -212,10 +214,10 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
         return None
     if data.eval_file and not split_of(data.eval_file)[0].exists():
         return None
-    trainers = find_trainers(run)
-    datasets = load_datasets(run, {stage: trainer.needs for stage, trainer in trainers.items()})
-    processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), run)
-    return filter_long_rows(run, datasets, processor, World()), processor
+    trainers = find_trainers(config)
+    datasets = load_datasets(config, {stage: trainer.needs for stage, trainer in trainers.items()})
+    processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), config)
+    return filter_long_rows(config, datasets, processor, World()), processor
 
 
 def build_parser() -> argparse.ArgumentParser:

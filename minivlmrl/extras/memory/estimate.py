@@ -99,23 +99,23 @@ class AllocationTracker(TorchDispatchMode):
         self.now -= size
 
 
-def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
+def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
     """Build a micro-batch on the meta device, where only token ids and image grids have values."""
-    merge = config.vision_config.spatial_merge_size
+    merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
     columns = math.ceil(frame_tokens / rows)
     grids = [[1, rows * merge, columns * merge]] * work.frames if frame_tokens else []
     grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-    image_ids = torch.full((columns * rows * len(grids),), config.image_token_id)
+    image_ids = torch.full((columns * rows * len(grids),), model_config.image_token_id)
     prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
     num_patches = int(grid.prod(1).sum())
-    patch_dim = config.vision_config.patch_dim
+    patch_dim = model_config.vision_config.patch_dim
     patches = torch.empty(num_patches, patch_dim, dtype=patch_dtype, device="meta")
     completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
     prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
     completions = [[completion] * work.num_generations] * work.prompts
-    return pack(prompts, completions, config, "meta")
+    return pack(prompts, completions, model_config, "meta")
 
 
 @runtime_checkable
@@ -145,11 +145,11 @@ class MemoryEstimator:
         before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
     """
 
-    def __init__(self, config: ModelConfig, before_ampere: bool = False):
+    def __init__(self, model_config: ModelConfig, before_ampere: bool = False):
         self.before_ampere = before_ampere
         with torch.device("meta"):
-            self.config = config
-            self.model = find_family(config.model_type).build_model(config)
+            self.config = model_config
+            self.model = find_family(model_config.model_type).build_model(model_config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     @classmethod
@@ -157,29 +157,29 @@ class MemoryEstimator:
         """Read only the config of a model folder, not the weights."""
         return cls(read_config(find_folder(path)), before_ampere)
 
-    def build(self, run: RunConfig) -> VisionLanguageModel:
-        model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
-        inject_adapters(model, run.adapter)
-        select_trained(model, run.model.freeze)
+    def build(self, config: RunConfig) -> VisionLanguageModel:
+        model = copy.deepcopy(self.model).to(DTYPES[config.model.dtype])
+        inject_adapters(model, config.adapter)
+        select_trained(model, config.model.freeze)
         return model
 
-    def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
-        model = self.build(run)
-        section = getattr(run, stage)
+    def build_trained(self, config: RunConfig, stage: str) -> TrainedModels:
+        model = self.build(config)
+        section = getattr(config, stage)
         if getattr(section, "critic", "shared") == "shared":
             return TrainedModels(model)
         if section.critic_path is not None:
-            backbone = MemoryEstimator.from_folder(section.critic_path).build(run)
-        elif run.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
+            backbone = MemoryEstimator.from_folder(section.critic_path).build(config)
+        elif config.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
-        return TrainedModels(model, ValueModel(backbone, run.model.freeze))
+        return TrainedModels(model, ValueModel(backbone, config.model.freeze))
 
-    def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
+    def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
         """Return the peak bytes of activations in a forward pass, and in a backward pass if `train` is true."""
-        batch = meta_batch(self.config, work, patch_dtype(run))
-        with self.tracked(run, models, batch, train) as (models, live):
+        batch = meta_batch(self.config, work, patch_dtype(config))
+        with self.tracked(config, models, batch, train) as (models, live):
             if train:
                 logps, _ = per_token_logps(models.policy, batch)
                 outputs = [logps] if models.critic is None else [logps, models.critic(batch)]
@@ -190,30 +190,30 @@ class MemoryEstimator:
                     models.critic(batch)
         return live.peak + batch.pixel_values.nbytes
 
-    def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
+    def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
         """Return the peak bytes of the forward pass over a rollout's prompts, including the KV cache."""
-        batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
+        batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
-        with self.tracked(run, TrainedModels(policy), batch, False) as (models, live):
+        with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
             prefill(models.policy, batch, prompt_index, work.completion_tokens, Decode())
         return live.peak + batch.pixel_values.nbytes
 
     @contextmanager
     def tracked(
-        self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
+        self, config: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
         """Yield copies of the models, and a tracker that counts the memory of their forward and backward passes."""
         models = copy.deepcopy(models)
-        if run.model.compute_dtype:
-            models.to(DTYPES[run.model.compute_dtype])
-        if run.model.activation_checkpointing:
+        if config.model.compute_dtype:
+            models.to(DTYPES[config.model.compute_dtype])
+        if config.model.activation_checkpointing:
             for backbone in models.backbones:
                 recompute_blocks(backbone)
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
-        dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
+        dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
         # AllocationTracker counts only new tensors, so the tensors that vision_layout has cached must be created again
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
@@ -256,7 +256,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 class MemoryQuestion:
     """The inputs of a memory estimate."""
 
-    run: RunConfig
+    config: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
@@ -267,19 +267,19 @@ class MemoryQuestion:
 
     @property
     def options(self) -> Any:
-        return getattr(self.run, self.stage)
+        return getattr(self.config, self.stage)
 
     @cached_property
     def trainer(self) -> type[Trainer]:
-        return find_trainer(self.stage, self.run)
+        return find_trainer(self.stage, self.config)
 
     @cached_property
     def models(self) -> TrainedModels:
-        return self.estimator.build_trained(self.run, self.stage)
+        return self.estimator.build_trained(self.config, self.stage)
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.run.model.compute_dtype or self.run.model.dtype]
+        return DTYPES[self.config.model.compute_dtype or self.config.model.dtype]
 
     @property
     def has_reference(self) -> bool:
@@ -293,7 +293,7 @@ class MemoryQuestion:
     @property
     def share(self) -> float:
         """Return the fraction of a sharded tensor that one GPU stores, for example 0.25 with four shards."""
-        sharding = self.run.sharding
+        sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
 
@@ -309,7 +309,7 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     if question.held_out:
         phases["evaluation"] = evaluation_items(question)
     if samples:
-        sampling = question.run.sampling
+        sampling = question.config.sampling
         phases["rollout"] = rollout_items(question, sampling, sampling_batch(question))
     if samples or question.has_reference:
         phases["score"] = score_items(question, work)
@@ -320,32 +320,32 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
 
 
 def training_batch(question: MemoryQuestion) -> BatchShape:
-    config = question.options
+    options = question.options
     prompts = question.micro_batch_prompts
     if not question.trainer.samples_completions:
         return answers_batch(question, question.rows, prompts)
-    completions = [question.run.sampling.max_new_tokens] * config.num_generations
-    return largest_batch(question.rows, prompts, completions, config.max_tokens_per_micro_batch)
+    completions = [question.config.sampling.max_new_tokens] * options.num_generations
+    return largest_batch(question.rows, prompts, completions, options.max_tokens_per_micro_batch)
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
-    longest = max(lengths, default=question.run.sampling.max_new_tokens)
+    longest = max(lengths, default=question.config.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
     """Return the shape of the largest batch of completions that one GPU samples in a rollout."""
-    config, sampling = question.options, question.run.sampling
-    steps = getattr(config, "steps_per_generation", 1)
-    prompts = math.ceil(config.prompts_per_step * steps / question.gpus)
-    completions = [sampling.max_new_tokens] * config.num_generations
+    options, sampling = question.options, question.config.sampling
+    steps = getattr(options, "steps_per_generation", 1)
+    prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
+    completions = [sampling.max_new_tokens] * options.num_generations
     return largest_batch(question.rows, prompts, completions, sampling.max_batch_tokens, whole=True)
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
     """Return the shape of the largest batch of completions that one GPU samples in an evaluation."""
-    sampling = evaluation_sampling(question.run.sampling)
+    sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
 
@@ -393,7 +393,7 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     """Return the peak size in bytes of the weights that FSDP gathers during a forward pass."""
-    if not question.run.uses_fsdp:
+    if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
     # FSDP gathers the weights of the next block while a block is computed, so the weights of two blocks are in memory.
@@ -401,14 +401,14 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    run, estimator, dtype = question.run, question.estimator, question.dtype
+    config, estimator, dtype = question.config, question.estimator, question.dtype
     policy = question.models.policy
-    by_layer = run.uses_fsdp and not run.rollout.gather_weights
+    by_layer = config.uses_fsdp and not config.rollout.gather_weights
     gathered = gathered_bytes(question, policy)
-    if run.uses_fsdp and not by_layer:
+    if config.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
     with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
-        prefill = estimator.prefill(run, policy, work)
+        prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
     # The activations of prompts are freed before logits are computed, so only the larger of the two items counts.
@@ -429,7 +429,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     # For stages such as SFT, an evaluation samples answers, and also computes the log-probabilities of known answers.
-    items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
+    items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
     micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
@@ -437,23 +437,23 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    run, models = question.run, question.models
+    config, models = question.config, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
-        "forward": question.estimator.activations(run, models, work, train=False),
+        "forward": question.estimator.activations(config, models, work, train=False),
         "logits": logits_bytes(question, work),
     }
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    run, models = question.run, question.models
+    config, models = question.config, question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
-    if question.gpus > 1 and not run.uses_fsdp:
+    if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
     # The factor is 2, because each gathered weight has a gradient of the same size.
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
-    if run.sharding.once_per_step:
+    if config.sharding.once_per_step:
         # All weights stay gathered, and each trained weight has a gradient in float32.
         # In addition, the gradients of two blocks exist in the dtype of the weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
@@ -464,7 +464,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     return {
         "gathered": gathered,
         "gradients": gradients,
-        "forward and backward": question.estimator.activations(run, models, work, train=True),
+        "forward and backward": question.estimator.activations(config, models, work, train=True),
         "logits": logits_bytes(question, work),
     }
 
@@ -477,11 +477,11 @@ def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     """Return the unsharded sizes in bytes of the tensors that all phases need, such as weights and optimizer state."""
-    run, models = question.run, question.models
+    config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
     adapters = bytes_of(adapter_parameters(policy))
-    optimizer = build_optimizer(models, question.options, run.optimizer)
+    optimizer = build_optimizer(models, question.options, config.optimizer)
     begin_state(optimizer, trained_parameters(models))
     moments = sum(bytes_of(state.values()) for state in optimizer.state.values())
     items = {"weights": weights, "optimizer": moments}
@@ -491,19 +491,19 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["reference"] = reference_bytes(question)
     if not question.trainer.trains_policy:  # the policy is a second model; with adapters, the base weights are shared
         items["policy"] = adapters or weights
-    if question.trainer.samples_completions and "reward_model" in run.rewards:
-        path = run.reward_model.path
+    if question.trainer.samples_completions and "reward_model" in config.rewards:
+        path = config.reward_model.path
         judge = question.estimator if path is None else MemoryEstimator.from_folder(path)
-        items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
+        items["reward model"] = judge.parameters * DTYPES[config.model.dtype].itemsize
     return items
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
     """Return the bytes of the reference model, except the weights that it shares with the policy."""
-    run, policy = question.run, question.models.policy
-    if run.reference.path is not None:
-        return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize
-    if run.adapter.r or not run.uses_fsdp:  # a sharded reference is a full copy in the dtype of the computation
+    config, policy = question.config, question.models.policy
+    if config.reference.path is not None:
+        return MemoryEstimator.from_folder(config.reference.path).parameters * question.dtype.itemsize
+    if config.adapter.r or not config.uses_fsdp:  # a sharded reference is a full copy in the dtype of the computation
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, question.dtype)
 

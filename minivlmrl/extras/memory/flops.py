@@ -106,13 +106,13 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
                     yield name, parameter.numel(), parameter.requires_grad
 
 
-def active_share(config: ModelConfig) -> float:
+def active_share(model_config: ModelConfig) -> float:
     """Return the share of a layer's experts that compute one token."""
-    assert isinstance(config, HasExperts)
-    return config.num_experts_per_tok / config.num_experts
+    assert isinstance(model_config, HasExperts)
+    return model_config.num_experts_per_tok / model_config.num_experts
 
 
-def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
+def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
     """Return the FLOPs of an image patch, a merged patch and a token, and the extra FLOPs of a token with logits.
 
     Args:
@@ -129,10 +129,10 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
         kind = "tokens"
         if "visual." in name:
             kind = "merged" if "merger" in name else "patches"
-        elif "lm_head" in name or f"layers.{config.num_hidden_layers - 1}.mlp" in name:
+        elif "lm_head" in name or f"layers.{model_config.num_hidden_layers - 1}.mlp" in name:
             kind = "scored"  # the last MLP only computes the tokens whose logits are needed
         if ".experts." in name:
-            size *= active_share(config)
+            size *= active_share(model_config)
         passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
         flops[kind] += 2 * size * (1 + backward * (passes_back + trained))
     return flops

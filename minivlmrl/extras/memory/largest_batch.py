@@ -29,7 +29,7 @@ def largest_rows(
     for size in sizes:
         if len(rows) == count:
             break
-        with suppress(ValueError) if question.run.data.skip_unreadable else nullcontext():
+        with suppress(ValueError) if question.config.data.skip_unreadable else nullcontext():
             row = replace(dataset[size.index], index=size.index)
             readable_prompt(row, trainer.processor, question.trainer.answers)
             rows.append(row)
@@ -48,14 +48,14 @@ def try_largest_batches(
         optimizer_bytes: size of the optimizer state on this GPU. Memory of this size is reserved, because the optimizer
             creates its state only in the first step.
     """
-    run, world = trainer.run, trainer.world
+    config, world = trainer.config, trainer.world
     rows = datasets[trainer.stage]
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         with error_phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        has_tools = run.sampling.environment is not None
-        if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
+        has_tools = config.sampling.environment is not None
+        if isinstance(trainer, RolloutTrainer) and not has_tools and config.sampling.engine == "native":
             work = sampling_batch(question)
             largest = largest_rows(question, trainer, rows, work.rows, work.prompts)
             with error_phase("sampling", largest):
@@ -63,8 +63,8 @@ def try_largest_batches(
         if question.held_out and not has_tools:
             work = evaluation_batch(question)
             held_out = largest_rows(question, trainer, datasets["eval"], work.rows, work.prompts)
-            sampling = evaluation_sampling(run.sampling)
-            sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, run.rollout.gather_weights)
+            sampling = evaluation_sampling(config.sampling)
+            sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, config.rollout.gather_weights)
             with error_phase("evaluation", held_out):
                 try_sampling(sampler, held_out, work.num_generations)
         largest = largest_rows(question, trainer, rows, question.rows, question.micro_batch_prompts)

@@ -110,7 +110,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
-    ways = cures(question.run, stage, cause(phase, phases[phase]), gpus)
+    ways = cures(question.config, stage, cause(phase, phases[phase]), gpus)
     row = (question.held_out if phase == "evaluation" else question.rows)[0]
     row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
     if row.where:
@@ -160,27 +160,27 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 
     The oldest checkpoint is deleted only after the newest has been written.
     """
-    run, estimator = question.run, question.estimator
+    config, estimator = question.config, question.estimator
     sizes = {}
-    if run.checkpoint_steps or run.checkpoint_minutes:
+    if config.checkpoint_steps or config.checkpoint_minutes:
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
-    dtype = run.model.save_dtype or estimator.config.torch_dtype
+    dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(estimator.build(run)))
-    saved = adapter if run.save == "adapter" else weights
-    folder = Path(run.output_dir)
+    adapter = bytes_of(adapter_parameters(estimator.build(config)))
+    saved = adapter if config.save == "adapter" else weights
+    folder = Path(config.output_dir)
     sizes["weights"] = weights
-    if run.save_steps or (folder / "checkpoint").is_dir():
+    if config.save_steps or (folder / "checkpoint").is_dir():
         sizes["weights"] += saved
-    if run.best_metric is not None:
+    if config.best_metric is not None:
         sizes["weights"] += 2 * saved
     return sizes
 
 
 def check_disk(question: MemoryQuestion):
     """Raise ValueError if the disk lacks space for the training states and the weights of a run."""
-    run = question.run
-    folder = Path(run.output_dir).absolute()
+    config = question.config
+    folder = Path(config.output_dir).absolute()
     earlier = 0  # bytes of an earlier run's files, which this run deletes or replaces
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
@@ -189,9 +189,9 @@ def check_disk(question: MemoryQuestion):
     sizes = written_bytes(question)
     if sum(sizes.values()) > free:
         texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
-        hint = "set save to adapter, " if run.adapter.r and run.save == "merged" else ""
+        hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
         raise ValueError(
             f"{question.stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
-            f"{run.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
+            f"{config.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
             "check with --check_memory=false."
         )

@@ -51,12 +51,12 @@ class Family:
     images: ClassVar[Mapping[str, Any]] = {}
     box_space: ClassVar[str] = "resized"  # unit of box coordinates in answers; see data/boxes.py
 
-    def build_model(self, config: ModelConfig) -> VisionLanguageModel:
+    def build_model(self, model_config: ModelConfig) -> VisionLanguageModel:
         """Build a model with uninitialized weights."""
-        return VisionLanguageModel(config, self.build_tower, self.layer_type)
+        return VisionLanguageModel(model_config, self.build_tower, self.layer_type)
 
-    def build_tower(self, config: VisionConfig) -> VisionTower:
-        return VisionTransformer(config)
+    def build_tower(self, vision_config: VisionConfig) -> VisionTower:
+        return VisionTransformer(vision_config)
 
     def read_text(self, text: dict) -> dict:
         """Convert the keys of config.json, outside vision_config, to the field names of `config_type`."""
@@ -75,7 +75,7 @@ class Family:
         return config
 
     def split_tensors(
-        self, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path
+        self, tensors: Iterable[tuple[str, Tensor]], model_config: ModelConfig, file: Path
     ) -> Iterable[tuple[str, Tensor]]:
         """Yield (name, tensor) for each parameter in a weight file.
 
@@ -83,10 +83,10 @@ class Family:
         """
         return tensors
 
-    def stack_tensors(self, weights: dict[str, Weight], config: ModelConfig):
+    def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
         """Replace the parameters that a file stores as one tensor with this tensor, in place."""
 
-    def uses_every_parameter(self, config: ModelConfig, index: int) -> bool:
+    def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Return True if decoder layer `index` uses all its parameters for each token, so each gets a gradient."""
         return True
 

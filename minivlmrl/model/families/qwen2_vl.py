@@ -39,8 +39,8 @@ class Qwen2VL(Family):
     vision_hidden_act = "quick_gelu"
     box_space = "thousandths"
 
-    def build_tower(self, config: VisionConfig) -> VisionTransformer:
-        return VisionTransformer(config, mlp=QuickGELUMLP)
+    def build_tower(self, vision_config: VisionConfig) -> VisionTransformer:
+        return VisionTransformer(vision_config, mlp=QuickGELUMLP)
 
     def read_vision(self, vision: dict, where: str) -> dict:
         tower = build(Tower, vision, where, "vision_config.", json=True)

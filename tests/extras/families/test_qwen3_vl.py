@@ -75,9 +75,9 @@ def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
     return config_json.from_dict({"model_type": model_type, **ids, "text_config": text, "vision_config": vision})
 
 
-def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
+def random_prompt(model_config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
     """Return a prompt with text, and with images whose grids are given in merged tokens."""
-    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
+    vision, merge = model_config.vision_config, model_config.vision_config.spatial_merge_size
     # tiny.prompt assumes 2 x 2 patches per token
     prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])
     grids = [(1, h * merge, w * merge) for h, w in grids]
