@@ -28,10 +28,10 @@ def test_of_the_suite():
 }
 
 
-@pytest.mark.parametrize(("options", "says"), [
+@pytest.mark.parametrize(("options", "expected"), [
     ([], "1 passed, 1 skipped"), (["-m", "gpu"], "1 passed, 1 deselected"), (["-m", "gpu", "-n", "1"], "1 passed"),
 ], ids=["the suite", "GPU tests", "GPU tests in a worker"])  # fmt: skip
-def test_only_the_gpu_tests_see_gpus(tmp_path, options, says):
+def test_only_the_gpu_tests_see_gpus(tmp_path, options, expected):
     shutil.copy(ROOT / "tests" / "helpers" / "gpus.py", tmp_path / "conftest.py")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -42,4 +42,4 @@ def test_only_the_gpu_tests_see_gpus(tmp_path, options, says):
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr

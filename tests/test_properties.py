@@ -265,11 +265,11 @@ def test_prompts_are_rendered_as_by_the_published_template(published_template, p
 @given(prompts, answers)
 def test_prompt_and_completion_are_the_conversation(published_template, published, messages, turns):
     """The published template also writes a newline after the last turn."""
-    said = render_completion(turns)
-    rendered = "".join(render(messages)) + "".join(piece for piece, _ in said)
+    message = render_completion(turns)
+    rendered = "".join(render(messages)) + "".join(piece for piece, _ in message)
     assert rendered + "\n" == published_template.render(messages=messages + turns, add_generation_prompt=False)
     theirs = ChatTemplate(published("qwen2_5_vl"), "t").render_completion(messages, turns)
-    assert theirs == said and [type(piece) for piece, _ in theirs] == [type(piece) for piece, _ in said]
+    assert theirs == message and [type(piece) for piece, _ in theirs] == [type(piece) for piece, _ in message]
 
 
 names = texts.filter(str.strip)

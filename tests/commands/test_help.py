@@ -35,8 +35,8 @@ def test_the_section_of_a_stage_in_a_file(tmp_path, capsys):
 
 
 def test_an_unknown_section_is_refused():
-    said = r"--help grop: unknown section 'grop'; the sections are run, model, .*grpo"
-    with pytest.raises(ValueError, match=said):
+    message = r"--help grop: unknown section 'grop'; the sections are run, model, .*grpo"
+    with pytest.raises(ValueError, match=message):
         page.print_options("grop")
 
 

@@ -28,13 +28,13 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
 ])  # fmt: skip
 def test_environment_variables_of_torch_have_defaults(own, expected):
     """Each command sets the environment variables of torch before torch is imported."""
-    asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
-    said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules]))"
-    clean = {name: value for name, value in os.environ.items() if name not in asked}
+    requested = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
+    message = f"print(json.dumps([{{n: os.environ.get(n) for n in {requested}}}, 'torch' in sys.modules]))"
+    clean = {name: value for name, value in os.environ.items() if name not in requested}
     for kernel in ("6.8.0-generic", "6.6.87.2-microsoft-standard-WSL2"):
         names = f"types.SimpleNamespace(release='{kernel}')"
         code = f"import json, os, sys, types; os.uname = lambda: {names}; import minivlmrl.__main__ as start; "
-        code += f"start.main([]); {said}"
+        code += f"start.main([]); {message}"
         printed = subprocess.check_output([sys.executable, "-c", code], env=clean | own, text=True)
         values, torch = json.loads(printed.splitlines()[-1])
         found = {name: value for name, value in values.items() if value}
@@ -60,16 +60,16 @@ def test_commands_have_a_help_page(capsys, tool):
 
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["memoryd"]) == start.main(["memory", "--model", "nowhere"]) == 2
-    says = "\n'memoryd' is not one of these commands; did you mean memory?\n"
-    says += "minivlmrl memory: nowhere: this folder does not exist"
-    assert capsys.readouterr().err.startswith(says)
+    expected = "\n'memoryd' is not one of these commands; did you mean memory?\n"
+    expected += "minivlmrl memory: nowhere: this folder does not exist"
+    assert capsys.readouterr().err.startswith(expected)
 
 
 def test_too_little_memory_is_one_line(capsys, monkeypatch):
     monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
     assert start.main(["report"]) == 2
-    said = "minivlmrl report: not enough memory; reduce the sizes in the recipe or in the model's files\n"
-    assert capsys.readouterr().err == said
+    message = "minivlmrl report: not enough memory; reduce the sizes in the recipe or in the model's files\n"
+    assert capsys.readouterr().err == message
 
 
 def fill(_arguments):

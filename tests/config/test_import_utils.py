@@ -41,15 +41,15 @@ def test_registries_name_modules_of_the_package():
     assert len(targets) == 3 and all(target.startswith("minivlmrl.") for target in targets)
 
 
-@pytest.mark.parametrize(("target", "said"), [
+@pytest.mark.parametrize(("target", "message"), [
     ("json:dumpz", "^json defines no 'dumpz'; did you mean dump\\?$"),
     ("FILE:crsh", "own.py defines no 'crsh'; did you m"),
     ("jsonn:dumps", "^there is no module jsonn; install its package, or write file.py:name$"),
     ("json.none:dumps", "^there is no module json.none; install"), ("FILE:zzz", "own.py defines no 'zzz'$"),
 ])  # fmt: skip
-def test_a_missing_object_is_one_line(tmp_path, target, said):
+def test_a_missing_object_is_one_line(tmp_path, target, message):
     (tmp_path / "own.py").write_text("crash = 1")
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         load_name(target.replace("FILE", str(tmp_path / "own.py")))
     assert user_error_message(raised.value)
 

@@ -160,9 +160,9 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
         assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
     values = {"rewards": {"own.py:f(of='x/y')": 1.0}, "sampling": {"environment": "own.py:f(a='../b')"}}
     values |= {"data": {"eval_rewards": ["own.py:f", "format"], "task": "own.py:f"}, "model": {"config": "own.json"}}
-    said = [f"--{name}={json.dumps(value)}" for name, value in values.items()]
+    arguments = [f"--{name}={json.dumps(value)}" for name, value in values.items()]
     for config, folder in (
-        (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, said), from_command),
+        (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, arguments), from_command),
     ):  # fmt: skip
         path = tmp_path / folder / "own"
         short = "own" if folder == "here" else str(path)  # the name of the reward in the metrics
@@ -218,13 +218,19 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     write(values, f"{folder}/config.yaml")
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
-    said = "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # other options contain the names of the code as plain text
-    texts = [f"--data.prompt_template={said} {{problem}}", "--output_dir=evil:30", "--sampling.stop_strings=evil:30"]
+    arguments = (
+        "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # other options contain the names of the code as plain text
+    )
+    texts = [
+        f"--data.prompt_template={arguments} {{problem}}",
+        "--output_dir=evil:30",
+        "--sampling.stop_strings=evil:30",
+    ]
     texts.append('--data.chat_template_kwargs={at: "evil:30"}')
-    says = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
+    expected = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
     other = "--data.format" if "optimizer" in values else "--optimizer.name"
     for asked_for in ([], [f"{other}=no_evil.py:f()"], texts):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=expected):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
 

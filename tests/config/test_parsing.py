@@ -196,5 +196,5 @@ def test_a_place_is_named_once_in_an_error(error, message):
 
 def test_a_message_has_at_most_600_characters():
     for text in ("x y " * 10**6, "'" + "a" * 10**7, "long'" * 5000):
-        said = truncate_message(f"rows.jsonl:1: the value is {text}; correct the row")
-        assert len(said) <= 600 and said.startswith("rows.jsonl:1: ") and said.endswith("; correct the row")
+        message = truncate_message(f"rows.jsonl:1: the value is {text}; correct the row")
+        assert len(message) <= 600 and message.startswith("rows.jsonl:1: ") and message.endswith("; correct the row")

@@ -111,16 +111,18 @@ def test_a_repository_without_huggingface_hub_says_what_to_install(cache, monkey
 
 
 def test_only_needed_files_are_downloaded(cache, monkeypatch):
-    asked = []
+    requested = []
 
     def download(repo_id, local_files_only=False, **which):
         if local_files_only:
             raise LocalEntryNotFoundError("nothing of it")
-        asked.append({"revision": which.pop("revision")})
+        requested.append({"revision": which.pop("revision")})
         return snapshot(cache, names=filter_repo_objects(FILES, **which))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, **options: asked.append({name: options}))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda _, name, **options: requested.append({name: options})
+    )
     folder = find_folder(REPOSITORY)
     assert {file.name for file in folder.iterdir()} == WANTED
-    assert asked == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]
+    assert requested == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]

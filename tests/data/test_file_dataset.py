@@ -79,8 +79,8 @@ def test_each_answer_of_a_pair_has_its_own_images(write_rows):
 def test_prompt_template_and_system_prompt(write_rows):
     file = write_rows(*({name: "What is {x}?", "image": "red.png"} for name in ("problem", "prompt")))
     for row in FileDataset(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief."):
-        asked = user([text("Look: "), IMAGE_PART, text(" What is {x}? Think.")])
-        assert row.messages == [system("Be brief."), asked]
+        requested = user([text("Look: "), IMAGE_PART, text(" What is {x}? Think.")])
+        assert row.messages == [system("Be brief."), requested]
 
 
 def test_the_prompt_template_is_applied_to_the_last_user_turn(write_rows):
@@ -88,9 +88,9 @@ def test_the_prompt_template_is_applied_to_the_last_user_turn(write_rows):
     written = {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
     file = write_rows({"prompt": turns, "image": "red.png"}, written)
     for row in FileDataset(file, prompt_template="Look: {problem} Think."):
-        said = row.messages[3]["content"]
+        content = row.messages[3]["content"]
         assert as_parts(row.messages[:3]) == as_parts(turns[:3])
-        assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
+        assert "".join(part.get("text", "") for part in content) == "Look: three Think." and IMAGE_PART in content
 
 
 def as_parts(turns):
@@ -102,8 +102,8 @@ def as_parts(turns):
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
 def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
-    says = {"tool_calls": lambda text: [{"function": {"name": text}}]}.get(key, str)
-    pair = {name: [assistant("Wait.") | {key: says(name)}] for name in ("chosen", "rejected")}
+    expected = {"tool_calls": lambda text: [{"function": {"name": text}}]}.get(key, str)
+    pair = {name: [assistant("Wait.") | {key: expected(name)}] for name in ("chosen", "rejected")}
     [row] = FileDataset(write_rows({"problem": "a"} | pair))
     assert (row.chosen, row.rejected) == (pair["chosen"], pair["rejected"])
     with pytest.raises(ValueError, match="are identical"):
@@ -125,9 +125,9 @@ CALLED = [CALL, {"role": "tool", "name": "f", "content": "x"}]
 ], ids=str)  # fmt: skip
 def test_a_tool_call_without_content_is_read_as_with_null(write_rows, row):
     null = json.loads(json.dumps(row).replace('"tool_calls"', '"content": null, "tool_calls"'))
-    [said, expected] = FileDataset(write_rows(row, null))
+    [content, expected] = FileDataset(write_rows(row, null))
     for name in ("messages", "completion", "chosen", "rejected"):
-        assert getattr(said, name) == getattr(expected, name)
+        assert getattr(content, name) == getattr(expected, name)
 
 
 @pytest.mark.parametrize("key", ["loss", "loss_mask", "weight", "train"])
@@ -140,20 +140,20 @@ def test_a_turn_without_loss_is_context(write_rows, key, family):
     source = {"none": None, "qwen3": DEFAULT_QWEN3, "jinja": CHATML, "rewritten": rewriting}[family]
     template = source and ChatTemplate(source, "template")
     processor = Processor(shapes.tokenizer(), ImageProcessor(), template)
-    said = encode_completion(processor, row.messages, row.completion)
-    assert processor.decode(said.ids[said.policy_mask]) == "good"
-    assert "bad" in processor.decode(said.ids)
+    content = encode_completion(processor, row.messages, row.completion)
+    assert processor.decode(content.ids[content.policy_mask]) == "good"
+    assert "bad" in processor.decode(content.ids)
 
 
-@pytest.mark.parametrize("asked", [
+@pytest.mark.parametrize("requested", [
     {"problem": "a"}, {"prompt": "a"}, {"prompt": [user("a")]}, {"messages": [user("a"), assistant("b")]},
     {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
     {"prompt": [system("Be brief."), user("a")]},
 ])  # fmt: skip
-def test_the_column_system_is_the_system_message(write_rows, asked):
-    for said in ("Be brief.", "", None):
-        row = FileDataset(write_rows({"system": said, **asked}), system_prompt="Recipe.")[0]
-        expected = said or ("Be brief." if "system" in str(asked) else "Recipe.")
+def test_the_column_system_is_the_system_message(write_rows, requested):
+    for content in ("Be brief.", "", None):
+        row = FileDataset(write_rows({"system": content, **requested}), system_prompt="Recipe.")[0]
+        expected = content or ("Be brief." if "system" in str(requested) else "Recipe.")
         assert [(turn["role"], text_of(turn)) for turn in row.messages] == [("system", expected), ("user", "a")]
 
 
@@ -183,15 +183,15 @@ def test_a_format_reads_nested_rows_and_may_have_options(write_rows, tmp_path):
         assert row.columns["solution"] == row.completion == answer and "example" not in row.columns
 
 
-@pytest.mark.parametrize(("name", "error", "says"), [
+@pytest.mark.parametrize(("name", "error", "expected"), [
     ("FOLDER/own.py:read(kee=1)", ValueError, r"^data\.format .*: there is no option 'kee'; the options are: key"),
     ("FOLDER/own.py:nothing", AttributeError, r"'NoneType' .*\n(in .*\n)*in .*rows\.jsonl:1"),
     ("FOLDER/own.py:read(key='asked')", KeyError, r"^'asked'\n(in .*\n)*in .*rows\.jsonl:1"),
     ("vqa", ValueError, r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"),
 ])  # fmt: skip
-def test_an_error_of_a_format_names_the_option_or_the_row(write_rows, tmp_path, name, error, says):
+def test_an_error_of_a_format_names_the_option_or_the_row(write_rows, tmp_path, name, error, expected):
     (tmp_path / "own.py").write_text(FORMAT_FILE)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=expected):
         FileDataset(write_rows(NESTED), format=name.replace("FOLDER", str(tmp_path)))
 
 
@@ -290,8 +290,8 @@ def test_keys_without_a_value_are_no_keys(write_rows):
 
 
 def test_rows_that_spell_control_tokens_are_counted(write_rows):
-    said = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
-    rows = FileDataset(write_rows(*({"problem": "a"} | row for row in said)))
+    content = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
+    rows = FileDataset(write_rows(*({"problem": "a"} | row for row in content)))
     note = describe_literal_tokens(rows, shapes.tokenizer().structure)
     assert note.startswith("2 of 4 rows spell <|endoftext|>, <|im_end|> in their texts. These names are encoded as")
     assert describe_literal_tokens(rows.select(rows.facts[2:]), shapes.tokenizer().structure) is None

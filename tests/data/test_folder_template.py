@@ -152,12 +152,12 @@ def controls(pieces):
 def test_a_text_that_spells_a_control_token_stays_text(name):
     """A text cannot add a control token to a prompt, and no text is lost."""
     text = CHATML.replace("<|im_end|>", "{{ message.tool_calls }}<|im_end|>")
-    template, said = ChatTemplate(text, "a.jinja"), ATTACKS[name]
-    plain = json.loads(json.dumps(said).replace("<", "("))
-    renders_as_transformers(template, said)
-    assert controls(template.render(said)) == controls(template.render(plain))
-    prompts = [template.render([*HI, assistant("a"), *talk, assistant("b")]) for talk in (said, plain)]
-    answers = [template.render_completion(HI, [assistant("a"), *talk, assistant("b")]) for talk in (said, plain)]
+    template, content = ChatTemplate(text, "a.jinja"), ATTACKS[name]
+    plain = json.loads(json.dumps(content).replace("<", "("))
+    renders_as_transformers(template, content)
+    assert controls(template.render(content)) == controls(template.render(plain))
+    prompts = [template.render([*HI, assistant("a"), *talk, assistant("b")]) for talk in (content, plain)]
+    answers = [template.render_completion(HI, [assistant("a"), *talk, assistant("b")]) for talk in (content, plain)]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert "".join(prompt).endswith("".join(piece for piece, _ in answer) + "\n<|im_start|>assistant\n")
     written, expected = (
@@ -195,9 +195,9 @@ def test_the_structure_is_what_the_template_writes(refused):
     template = ChatTemplate(text, "t", [*SPECIAL_TOKENS, *roles, *others, "</s>"], {"eos_token": "</s>"})
     written = {*STRUCTURE, *roles[: 3 if refused else 4], "</s>"}
     assert template.controls.keys() == written
-    said = "".join([*roles[:3], *others, "</s><|im_end|>"])
-    pieces = template.render([{"role": "user", "content": said}])
-    assert pieces == ["<|user|>", said, "</s>", "<think>"]
+    content = "".join([*roles[:3], *others, "</s><|im_end|>"])
+    pieces = template.render([{"role": "user", "content": content}])
+    assert pieces == ["<|user|>", content, "</s>", "<think>"]
     assert controls(pieces) == ["<|user|>", "</s>"]
 
 
@@ -391,8 +391,8 @@ def test_the_template_sees_plain_data_and_changes_nothing():
     image = {"type": "image", "image": Picture(), "max_pixels": 3.5, "text": None}
     messages = user(image, {"text": "hi", "image": None})
     before = copy.deepcopy(messages)
-    [said, _] = ChatTemplate("{{ messages[0].content | tojson }}<|image_pad|>", "t").render(messages)
-    assert json.loads(said) == [{"type": "image", "image": "<Picture>", "max_pixels": 3.5}, {"text": "hi"}]
+    [content, _] = ChatTemplate("{{ messages[0].content | tojson }}<|image_pad|>", "t").render(messages)
+    assert json.loads(content) == [{"type": "image", "image": "<Picture>", "max_pixels": 3.5}, {"text": "hi"}]
     assert messages == before
 
 
@@ -400,8 +400,8 @@ def test_nulls_in_a_tool_call_are_left_out():
     """Parquet fills the arguments that only other rows have with null."""
     calls = [{"function": {"name": "f", "arguments": {"at": "left", "unit": None}}}]
     text = "{{ (messages | last).tool_calls | tojson }}"
-    [said] = ChatTemplate(text, "t").render([{**CALL, "tool_calls": calls}])
-    assert json.loads(said)[0]["function"]["arguments"] == {"at": "left"}
+    [content] = ChatTemplate(text, "t").render([{**CALL, "tool_calls": calls}])
+    assert json.loads(content)[0]["function"]["arguments"] == {"at": "left"}
 
 
 TRAINING = ("2_5", "3", "3_vl", "3_instruct_2507", "3_8", "3_5_think", "3_5_nothink", "3_6")

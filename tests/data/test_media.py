@@ -186,13 +186,13 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
 
 
-@pytest.mark.parametrize(("size", "says"), [
+@pytest.mark.parametrize(("size", "expected"), [
     ((13_378, 13_377), r"the image cannot be read \(.*(exceeds limit|are over)"),
     ((2**31 - 1, 2**31 - 1), r"the image cannot be read \(.*(exceeds limit|are over)"),
     ((1, 178_956_970), "1 x 178956970 pixels, but its aspect ratio must be at most 200"),
 ])  # fmt: skip
-def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_decoded(size, says):
-    with pytest.raises(ValueError, match=says):
+def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_decoded(size, expected):
+    with pytest.raises(ValueError, match=expected):
         fetch_image(png_header(*size))
 
 

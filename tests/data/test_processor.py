@@ -40,21 +40,23 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
     turns = [assistant("red"), user([text("and"), {"type": "image", "image": second}, text("it?")]), assistant([
         text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
     messages = [user([IMAGE_PART, text("What?")])]
-    prompt, said = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
-    sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in said.pictures[1:]]
+    prompt, completion = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
+    sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in completion.pictures[1:]]
     shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
     expected = theirs(messages + turns, shown)
-    ids = torch.cat([prompt.input_ids, said.ids])
+    ids = torch.cat([prompt.input_ids, completion.ids])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
-    grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
+    grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in completion.pictures])])
     assert grids.tolist() == expected["image_grid_thw"].tolist()
-    assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
-    written = PROCESSOR.tokenizer.decode(said.ids[said.policy_mask].tolist())
+    assert torch.equal(
+        torch.cat([prompt.pixel_values, *(x for _, x, _ in completion.pictures)]), expected["pixel_values"]
+    )
+    written = PROCESSOR.tokenizer.decode(completion.ids[completion.policy_mask].tolist())
     assert written == "red<|im_end|>lookblue<|im_end|>"
     config = tiny.config()
     special = PROCESSOR.tokenizer.special_tokens
     config.image_token_id, config.video_token_id = special["<|image_pad|>"], special["<|video_pad|>"]
-    batch = pack([prompt], [[said]], config)
+    batch = pack([prompt], [[completion]], config)
     assert torch.equal(batch.position_ids, get_rope_index(ids, grids, config)[:, :-1])
     assert torch.equal(batch.vision_index, (ids == config.image_token_id).nonzero()[:, 0])
 
@@ -65,9 +67,9 @@ def test_an_answer_that_begins_with_a_newline():
     assert len(tokenizer.encode("\n\n")) == 1
     last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
-        said = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
-        assert said.ids.tolist()[-len(last) :] == last
-        assert said.policy_mask[-len(last) :].all() and not said.policy_mask[: -len(last)][-1:].any()
+        completion = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
+        assert completion.ids.tolist()[-len(last) :] == last
+        assert completion.policy_mask[-len(last) :].all() and not completion.policy_mask[: -len(last)][-1:].any()
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])

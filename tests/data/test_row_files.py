@@ -113,14 +113,14 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     (files / "dict" / "train").mkdir(parents=True)
     (files / "dict" / "train" / "state.json").write_text("{}")
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
-    for name, says in {
+    for name, expected in {
         "imagefolder": r"imagefolder: the folder has several files of rows \(metadata\.jsonl, more\.csv\); choose one",
         "dict": r"dict: the folder has no .* convert the file once with `minivlmrl convert .*dict`",
         "repository": r"repository: the folder has parquet files of several splits \(test, train\); choose one",
         "repository@dev": r"repository@dev is 'dev', but it must be a split of the folder: test, train",
         "repository/data/test-0.parquet": "test-0.parquet: the parquet file cannot be read .Parquet file size is 0",
     }.items():
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=expected):
             open_rows(files / name)
 
 

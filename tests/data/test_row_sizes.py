@@ -142,13 +142,13 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
         PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "0_0.png")
     else:
         (tmp_path / "0_0.png").write_bytes(b"<html>404</html>" if damage == "page" else b"")
-    said = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
+    message = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
     for measure in (
         lambda **options: summary(made, PROCESSOR, **options),
         lambda **options: list(long_rows(made, PROCESSOR, 1, **options)),
         lambda **options: list(long_rows(made, PROCESSOR, 900, **options)),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             measure()
     found = summary(made, PROCESSOR, skip_unreadable=True)
     assert "; 1 unreadable row will be skipped (data.skip_unreadable), for example " in found

@@ -178,10 +178,10 @@ NO_TOKENS = [  # (file, content, part of the error message)
 ]
 
 
-@pytest.mark.parametrize(("file", "content", "says"), NO_TOKENS)
-def test_something_other_than_a_token_is_named(tmp_path, file, content, says):
+@pytest.mark.parametrize(("file", "content", "expected"), NO_TOKENS)
+def test_something_other_than_a_token_is_named(tmp_path, file, content, expected):
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"^{tmp_path}.*{file}.*{re.escape(says)}"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}.*{file}.*{re.escape(expected)}"):
         load(tmp_path, SAVED)
 
 

@@ -81,6 +81,6 @@ def test_a_gpu_that_is_not_used_is_named(monkeypatch, machine, is_named):
     monkeypatch.setattr(shutil, "which", lambda name: None if machine == "no GPU" else "/usr/bin/nvidia-smi")
     if machine == "hidden GPU":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    says = f"CPU (threads: {torch.get_num_threads()})" + ", because this PyTorch is built for CPUs only" * is_named
-    assert describe_device(torch.device("cpu")).startswith(says)
-    assert (describe_device(torch.device("cpu")) == says) != is_named
+    expected = f"CPU (threads: {torch.get_num_threads()})" + ", because this PyTorch is built for CPUs only" * is_named
+    assert describe_device(torch.device("cpu")).startswith(expected)
+    assert (describe_device(torch.device("cpu")) == expected) != is_named

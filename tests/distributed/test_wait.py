@@ -233,9 +233,9 @@ def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, early_not
             os.write(rank_0_ends, b".")
 
     assert fork_processes(2, begin) == [1, 9]
-    said = capfd.readouterr().err
-    assert "rank 0 has waited 0.5 s for rank 1 to read images" in said
-    assert "saved after step 2 in" in said and "continue with --resume=auto" in said
+    message = capfd.readouterr().err
+    assert "rank 0 has waited 0.5 s for rank 1 to read images" in message
+    assert "saved after step 2 in" in message and "continue with --resume=auto" in message
     check_resumed(home, tmp_path)
 
 
@@ -247,10 +247,10 @@ def test_a_rank_that_hangs_in_a_tracker(home, lively, tmp_path, early_notices, c
         return train(home, tmp_path, f"--max_wait_hours={30 / 3600}")
 
     assert fork_processes(2, begin) == [1, 1]
-    said = capfd.readouterr().err
-    assert "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers" in said
-    assert "saved after step 3 in" in said and "continue with --resume=auto" in said
-    assert "in hang" in said  # the traceback of rank 0
+    message = capfd.readouterr().err
+    assert "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers" in message
+    assert "saved after step 3 in" in message and "continue with --resume=auto" in message
+    assert "in hang" in message  # the traceback of rank 0
     check_resumed(home, tmp_path)
 
 

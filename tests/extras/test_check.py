@@ -48,7 +48,9 @@ def findings(rewards, rows, weights=None, solutions=None, **options):
 def test_boxes_that_no_reward_can_parse_are_reported():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer_format="tags")
-    texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
+    texts = [
+        f"<answer>{message}</answer>" for message in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")
+    ]
     [sentence] = check_rewards.unparsed_boxes(rewards, texts, processor)
     assert sentence.startswith(
         "1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box_format can parse. Ask"
@@ -62,13 +64,13 @@ def points(answer_texts, solution, **columns):
     return [25.0 * (answer == truth) - 5 for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
-@pytest.mark.parametrize(("function", "num_yes", "drawn", "says"), [
+@pytest.mark.parametrize(("function", "num_yes", "drawn", "expected"), [
     ("accuracy", 20, range(16), None),  # all 16 rows of the sample have the solution yes
     ("accuracy", 36, range(21, 37), "scores 0.90 times as much as correct answers"),
     (points, 30, range(20, 36), None),
     (points, 38, range(23, 39), "scores 0.94 times as much as correct answers"),  # ((20 * 38 - 5 * 2) / 40) / 20
 ])  # fmt: skip
-def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, num_yes, drawn, says):
+def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, num_yes, drawn, expected):
     PIL.Image.new("RGB", (28, 28)).save(tmp_path / "0.png")
     solutions = ["yes"] * num_yes + ["no"] * (40 - num_yes)
     write_lines(tmp_path / "rows.jsonl", [{"problem": "?", "image": "0.png", "solution": one} for one in solutions])
@@ -76,7 +78,7 @@ def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, nu
     reward = get_reward(function) if function == "accuracy" else Reward("own", function)
     found = findings([reward], [rows[number] for number in drawn], solutions=check_rows.solutions_of(rows))
     start = "Always answering '<think>hm</think><answer>yes</answer>' "
-    assert [one.startswith(f"{start}{says}") for one in found] == [True] * bool(says), found
+    assert [one.startswith(f"{start}{expected}") for one in found] == [True] * bool(expected), found
 
 
 def test_one_long_demonstration_in_forty_is_found(tmp_path):
@@ -85,8 +87,8 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
     rows = FileDataset(tmp_path / "rows.jsonl")
     assert lines[0]["completion"] not in [row.completion for row in check_rows.sample_rows(rows)]
     config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
-    [said] = check_rows.check_answers(config, ["completion"], rows, PROCESSOR)
-    assert said == "An answer in the field completion has 42 tokens, but sampling.max_new_tokens is 20. Raise it."
+    [message] = check_rows.check_answers(config, ["completion"], rows, PROCESSOR)
+    assert message == "An answer in the field completion has 42 tokens, but sampling.max_new_tokens is 20. Raise it."
     config.sampling.max_new_tokens = 42
     assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
 
@@ -119,20 +121,20 @@ LIST = "solutions of all checked rows, and {} for correct answers, so the policy
 CACHE = "but 0.00 if the same text was first scored for another row. If the function caches values"
 
 
-@pytest.mark.parametrize(("function", "says"), [
+@pytest.mark.parametrize(("function", "expected"), [
     (contains, LIST.format("20.00")), (cached(), CACHE), (small, None),
 ])  # fmt: skip
-def test_hacks_of_rewards_that_read_the_solution(function, says):
+def test_hacks_of_rewards_that_read_the_solution(function, expected):
     found = findings([Reward("own", function)], shape_rows())
-    assert any(says in sentence for sentence in found) if says else not found, found
+    assert any(expected in sentence for sentence in found) if expected else not found, found
 
 
 def test_demonstrations_are_compared_with_the_highest_reward():
     trial = check_rewards.Trial([Reward("own", small)], torch.ones(1), shape_rows(), PROCESSOR)
     assert not list(check_rewards.check_demonstrations(trial))
     wrong = [replace(row, completion="<answer>thing</answer>") for row in trial.rows]
-    [said] = check_rewards.check_demonstrations(replace(trial, rows=wrong))
-    assert said.startswith("The mean of reward own is only 0.00")
+    [message] = check_rewards.check_demonstrations(replace(trial, rows=wrong))
+    assert message.startswith("The mean of reward own is only 0.00")
 
 
 def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
@@ -142,10 +144,10 @@ def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
     write_lines(tmp_path / "rows.jsonl", lines[:3])
     assert not list(check_rows.check_duplicates(FileDataset(tmp_path / "rows.jsonl")))
     write_lines(tmp_path / "rows.jsonl", lines)
-    [said] = check_rows.check_duplicates(FileDataset(tmp_path / "rows.jsonl"))
+    [message] = check_rows.check_duplicates(FileDataset(tmp_path / "rows.jsonl"))
     where = f"{tmp_path}/rows.jsonl"
-    assert said.startswith("1 row with the prompt and images of an earlier row, but a different solution: ")
-    assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in said
+    assert message.startswith("1 row with the prompt and images of an earlier row, but a different solution: ")
+    assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in message
     assert not list(check_rows.check_duplicates(shapes.Shapes(4, "own")))
 
 
@@ -153,13 +155,13 @@ def tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Correct answers score less than a word that"])])
-def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
+@pytest.mark.parametrize(("weight", "message"), [(0.001, []), (0.01, ["Correct answers score less than a word that"])])
+def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, message):
     """With the weight 0.01, 1,000 tokens score 10, and a correct answer scores 5."""
     rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
     rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
     found = findings(rewards, rows, [5.0, weight], max_new_tokens=1000)
-    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+    assert len(found) == len(message) and all(map(str.startswith, found, message)), found
 
 
 def one_of(answer_texts, solution, **columns):
@@ -170,7 +172,7 @@ def as_python(answer_texts, solution, **columns):
     return [float(answer == str(truth)) for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
-@pytest.mark.parametrize(("reward", "solution", "said"), [
+@pytest.mark.parametrize(("reward", "solution", "message"), [
     (one_of, lambda color: [color, f"{color}ish"], []),
     (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
     (as_python, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
@@ -178,13 +180,13 @@ def as_python(answer_texts, solution, **columns):
     (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
     (as_python, lambda color: f"['{color}']", ["4 of 4 solutions that were checked are lists"]),
 ])  # fmt: skip
-def test_solutions_that_are_lists(reward, solution, said):
+def test_solutions_that_are_lists(reward, solution, message):
     """Each text in a list is a correct answer, but a list of numbers is one answer."""
     colors = "red", "green", "blue", "yellow"
     shown = zip(colors, shapes.Shapes(4, "own"), strict=True)
     rows = [replace(row, columns=row.columns | {"solution": solution(color)}) for color, row in shown]
     found = findings([Reward("own", reward)], rows)
-    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
+    assert len(found) == len(message) and all(part in text for part, text in zip(message, found, strict=True)), found
 
 
 @pytest.mark.parametrize("solutions", [("red", "green", "blue"), ("0", "1", "2"), (0, 1, 2)])
@@ -194,8 +196,8 @@ def test_the_letter_of_a_choice_is_an_answer(solutions):
     shown = zip(solutions, "ABC", shapes.Shapes(3, "own"), strict=True)
     rows = [replace(row, messages=[user(prompt)], images=[], columns={"solution": text}) for text, _, row in shown]
     assert [check_rewards.answer_forms(row, PROCESSOR)[0] for row in rows] == ["A", "B", "C"]
-    said = "3 of 3 solutions that were checked are lists, objects, floats, boxes, or texts or indices of choices"
-    assert any(sentence.startswith(said) for sentence in findings([get_reward("accuracy")], rows))
+    message = "3 of 3 solutions that were checked are lists, objects, floats, boxes, or texts or indices of choices"
+    assert any(sentence.startswith(message) for sentence in findings([get_reward("accuracy")], rows))
 
 
 def test_a_number_of_which_the_choices_have_the_text_is_no_index():
@@ -226,7 +228,7 @@ def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, tmp_path, c
     own = [*own, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options = [str(home / "recipe.yaml"), *own, "--stages=[grpo]", "--data.skip_unreadable=true"]
     check.main(options)
-    said = r"2 of the checked rows of grpo are unreadable and will be skipped .*, for example .*rows\.jsonl:1: "
-    assert re.search(said, capsys.readouterr().out)
+    message = r"2 of the checked rows of grpo are unreadable and will be skipped .*, for example .*rows\.jsonl:1: "
+    assert re.search(message, capsys.readouterr().out)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
         check.main(options[:-1])

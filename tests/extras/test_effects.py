@@ -137,22 +137,22 @@ def test_cases_cover_every_rule(empty):
     assert left <= {f"{stage}.min_lr_ratio" for stage in STAGES}  # a rule that is the same for all stages
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"adapter.path": "folder"}, r"adapter\.path is .*folder, but r is 0, so the model would be trained without the"),
     ({"data.eval_file": "rows.jsonl"}, r"data\.eval_file is .*rows\.jsonl, but evaluations would use the rows"),
     ({"dpo.loss_type": ["exo_pair"]}, r"^dpo\.loss_type exo_pair takes the logarithm of label_smoothing"),
     ({"grpo.epsilon_high": 0.1}, r"epsilon_low is 0\.2, but it must be between 0 and epsilon_high"),
 ])  # fmt: skip
-def test_contradictions_are_errors(empty, options, said):
+def test_contradictions_are_errors(empty, options, message):
     """Such a recipe would train or evaluate something else than it says."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         find_trainers(load_config(empty, recipe(options)))
 
 
 def test_options_of_unused_stages_have_one_note(empty):
     config = load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"])
-    said = "`stages` does not include grpo"
-    assert notes_of(config) == {"grpo.min_lr_ratio": said, "grpo.kl_estimator": said}
+    message = "`stages` does not include grpo"
+    assert notes_of(config) == {"grpo.min_lr_ratio": message, "grpo.kl_estimator": message}
     assert notes_of(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"])) == {}
     assert notes_of(RunConfig()) == {}
 

@@ -108,8 +108,8 @@ def test_the_recipe_of_another_run_in_a_parent_folder_is_not_used(
 def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
     evaluate, checkpoint, own, run, plain, tmp_path, capsys
 ):
-    said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
-    trained = run("--stages=[]", *own, *said, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
+    message = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
+    trained = run("--stages=[]", *own, *message, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
     lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
     alone = shutil.copytree(trained / "checkpoint", tmp_path / "elsewhere" / "alone")
     capsys.readouterr()
@@ -124,8 +124,8 @@ def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
 
 @pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
 def test_rewards_are_set_by_name(evaluate, names):
-    asked = json.dumps(dict.fromkeys(names, 0.5))
-    for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={asked}"):
+    requested = json.dumps(dict.fromkeys(names, 0.5))
+    for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={requested}"):
         lines, summary = evaluate("--rows=2", option)
         assert [*lines[0]["answers"][0]["rewards"]] == names and set(names) <= summary.keys()
     assert set(summary) - set(names) == {"rows", "cut"}
@@ -133,9 +133,9 @@ def test_rewards_are_set_by_name(evaluate, names):
 
 def test_rewards_of_a_recipe_judge_unless_others_are_named(evaluate, rows, tmp_path):
     (tmp_path / "recipe.yaml").write_text("rewards: {iou: 1, box_format: 1, reward_model: 1}\n")
-    asked = ["--rows=1", f"--recipe={tmp_path / 'recipe.yaml'}", "--data.prompt_template={problem}"]
+    requested = ["--rows=1", f"--recipe={tmp_path / 'recipe.yaml'}", "--data.prompt_template={problem}"]
     for option, names in ((None, ["iou", "box_format"]), ("--rewards={format: 1}", ["format"])):
-        summary = evaluate(*asked, *filter(None, [option]), data=rows.parent / "boxes.jsonl")[1]
+        summary = evaluate(*requested, *filter(None, [option]), data=rows.parent / "boxes.jsonl")[1]
         assert [*summary] == ["rows", "cut", *names]
 
 
@@ -166,8 +166,8 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
     recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
     evaluate("--rows=1", model=model)  # evaluation loads no stage
     assert not trace.exists()
-    asked = f"--data.eval_rewards=[{evil}:f, format]"
-    assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
+    requested = f"--data.eval_rewards=[{evil}:f, format]"
+    assert evaluate("--rows=1", requested, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
     recipe.write_text(json.dumps({"data": {"eval_rewards": [f"{evil}:f", "format"]}}))
     assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0
 

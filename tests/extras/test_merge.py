@@ -29,8 +29,8 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
 
 
 def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path, checkpoint, own, run, plain, capsys):
-    said = "--data.prompt_template=Look. {problem}"
-    trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
+    message = "--data.prompt_template=Look. {problem}"
+    trained = run(*own, message, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
 
     def merge_with(folder, out, adapter=trained / "adapter"):
         return main(["merge", f"--model={folder}", f"--adapter={adapter}", f"--out={out}"])

@@ -18,7 +18,7 @@ SOURCES = json.loads((ROOT / "tests" / "recorded" / "names_of_sources.json").rea
 REMOVED = sorted({*json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())} - OPTIONS)
 
 
-def said(name):
+def refusal(name):
     with pytest.raises(ValueError) as error:
         load_config("shapes.yaml", [f"--{name}=1"])
     return str(error.value)
@@ -29,7 +29,7 @@ def test_every_name_of_a_table_is_answered_as_the_table_says():
     for name, rows in read_tables().items():
         if name in {*OPTIONS, *vars(RunConfig())}:
             continue
-        message = said(name)
+        message = refusal(name)
         for row in rows:
             ours = OPTIONS & {*CODE.findall(row.here)}
             if row.title == "removed":
@@ -42,12 +42,12 @@ def test_every_name_of_a_table_is_answered_as_the_table_says():
 
 @pytest.mark.parametrize("name", [*SOURCES["options"], *SOURCES["columns"], *SOURCES["words"]])
 def test_a_name_of_our_sources_is_an_option_or_is_answered(name):
-    assert name in OPTIONS or re.search("the name in minivlmrl is --|minivlmrl has no such option: ", said(name))
+    assert name in OPTIONS or re.search("the name in minivlmrl is --|minivlmrl has no such option: ", refusal(name))
 
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_every_removed_option_is_answered(name):
-    assert re.search("was removed. Instead: |the name in minivlmrl is --|minivlmrl has no such option: ", said(name))
+    assert re.search("was removed. Instead: |the name in minivlmrl is --|minivlmrl has no such option: ", refusal(name))
 
 
 @pytest.mark.parametrize(("name", "answer"), [
@@ -63,9 +63,9 @@ def test_every_removed_option_is_answered(name):
     ("device", "CUDA_VISIBLE_DEVICES=-1 the CPU"),
 ])  # fmt: skip
 def test_an_answer_fits_the_section_in_which_a_name_is_typed(name, answer):
-    assert answer in said(name)
+    assert answer in refusal(name)
 
 
 @pytest.mark.parametrize("name", ["zzz", "grpo.zzz", "frame_rate", "model_card", "num_fewshot"])
 def test_nothing_is_guessed_for_a_name_that_no_option_resembles(name):
-    assert not re.search("did you mean|the name in", said(name)) and "known keys are " in said(name)
+    assert not re.search("did you mean|the name in", refusal(name)) and "known keys are " in refusal(name)

@@ -89,13 +89,15 @@ PLACES = {
 def test_each_phase_is_named(interrupted, phase):
     *place, lines = PLACES[phase]
     error = {"forward": "host", "evaluation": "allocator"}.get(phase, "GPU")
-    said = interrupted(*place, lines, error=error)
-    assert said.startswith(f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: ")
+    message = interrupted(*place, lines, error=error)
+    assert message.startswith(
+        f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: "
+    )
     first_line = ERRORS[error][1].partition("\n")[0]
-    assert f"({first_line})" in said and "\n" not in said
+    assert f"({first_line})" in message and "\n" not in message
     # An error between two updates loses no step; memory that runs out in saving ends before a state is written.
-    assert re.search(r"; saved after step \d+ in .*states/\d+: continue with --resume=auto$", said)
-    assert ("the longest row is" in said) == (phase not in ("load", "save"))
+    assert re.search(r"; saved after step \d+ in .*states/\d+: continue with --resume=auto$", message)
+    assert ("the longest row is" in message) == (phase not in ("load", "save"))
 
 
 EARLIER = {  # case: (place, options, sentence)
@@ -120,14 +122,14 @@ EARLIER = {  # case: (place, options, sentence)
 @pytest.mark.parametrize("name", EARLIER)
 def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, name):
     place, options, sentence = EARLIER[name]
-    said = interrupted(*place, half_done=True, options=options)
-    assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), said), said
+    message = interrupted(*place, half_done=True, options=options)
+    assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), message), message
 
 
 def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
-    said = interrupted(evaluate_file, "generate_and_score", 0)
-    assert said.startswith("sft step 0, phase evaluation: ")
-    assert "saved" not in said
+    message = interrupted(evaluate_file, "generate_and_score", 0)
+    assert message.startswith("sft step 0, phase evaluation: ")
+    assert "saved" not in message
 
 
 def test_the_longest_row_is_named(run, own, plain, lively, tmp_path):
@@ -147,8 +149,8 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
         run()
     with run_out(tmp_path / "run", Trainer, "training_loss", 0), pytest.raises(SystemExit) as ended:
         main(["train", str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("sft step 0, phase forward: ") and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.startswith("sft step 0, phase forward: ") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(("options", "phase", "gpus", "cure"), [

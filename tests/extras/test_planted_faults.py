@@ -168,8 +168,8 @@ def noisy(answer_texts, solution, **columns):
 
 def faults_of(kind):
     """Return the faults that `kind` (check or run) reports as pytest parameters, of which most are slow."""
-    said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
-    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 12)) for number, name in said]
+    message = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 12)) for number, name in message]
 
 
 @pytest.fixture
@@ -193,8 +193,8 @@ def test_check_reports_the_fault_before_a_run(name, home, plant, capsys):
     fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
     assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
-    [said] = [line for line in lines if sentence in line]
-    assert cure in said
+    [message] = [line for line in lines if sentence in line]
+    assert cure in message
 
 
 @pytest.mark.parametrize("name", faults_of("run"))
@@ -203,8 +203,8 @@ def test_a_run_reports_the_fault(name, run, plant, capsys):
     fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
     folder = run(*plant(fault.change), *options, *fault.overrides)
-    [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
-    assert cure in said
+    [message] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
+    assert cure in message
     written = metrics(folder, "warnings.jsonl")
     # files count steps from 0
-    assert said in [f"warning, grpo {line['step'] + 1}: {line['warning']}" for line in written]
+    assert message in [f"warning, grpo {line['step'] + 1}: {line['warning']}" for line in written]

@@ -84,14 +84,14 @@ def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
+    ("value", "expected"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
-def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
+def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, expected):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]
     folder = run(*own, *options)
-    assert f"\nprompts open {says}" in capsys.readouterr().out
+    assert f"\nprompts open {expected}" in capsys.readouterr().out
     saved = load_config(folder / "checkpoint" / "minivlmrl.yaml").data
     assert saved.chat_template_kwargs == {"enable_thinking": value == "true"}
 
@@ -101,27 +101,29 @@ NO_BOX = r"solution .* is not a box; the solution must be \[x1"
 OUTSIDE = r"the solution .* is not a box inside the image of \d+ x \d+ pixels; write x1, y1, x2, y2 in pixels of the"
 
 
-@pytest.mark.parametrize(("reward", "good", "bad", "says"), [
+@pytest.mark.parametrize(("reward", "good", "bad", "expected"), [
     ("accuracy", "x", ["x"], NO_TEXT),
     ("accuracy", "x", {"label": "x"}, NO_TEXT),
     ("accuracy", 2.0, [1, 2], None),
     ("accuracy", "x", "", None),
-    *[(name, [1, 1, 3, 3], bad, says) for name in ("iou", "acc_0_5") for bad, says in (
+    *[(name, [1, 1, 3, 3], bad, expected) for name in ("iou", "acc_0_5") for bad, expected in (
         ("cat", NO_BOX), ([9, 9, 9, 9], NO_BOX), ([3, 3, 1, 1], NO_BOX), ([1, 2, 3], NO_BOX),
         ([0, 0, 9, 9], OUTSIDE), ([[1, 2, 3, 4], [-9, 0, 3, 3]], OUTSIDE), ([0.1, 0.1, 0.9, 0.9], OUTSIDE),
         ('{"bbox_2d": [0, 0, 9, 9]}', OUTSIDE), ([0, 0, 4.5, 4], None), ([], None), ("None", None),
     )],
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["grpo", "eval", "sft"])
-def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(write_rows, name, reward, good, bad, says):
+def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(
+    write_rows, name, reward, good, bad, expected
+):
     rows = [{"problem": "a", "image": "red.png", "solution": x} for x in (good, good, bad)]
     config = RunConfig(rewards={reward: 1.0})
     datasets = {name: FileDataset(write_rows(*rows))}
     check = partial(check_truths, config, {"grpo": "prompts", "sft": "demonstrations"}, datasets)
-    if says is None or name == "sft":  # SFT reads no solution
+    if expected is None or name == "sft":  # SFT reads no solution
         check()
         return
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {says}"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {expected}"):
         check()
 
 
@@ -144,8 +146,8 @@ def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     limit_epochs(config, {"grpo": rows})
     assert config.grpo.max_steps == 2
-    said = r"rows of grpo: 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tokens\n"
-    assert re.fullmatch(said, capsys.readouterr().out)
+    message = r"rows of grpo: 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tokens\n"
+    assert re.fullmatch(message, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(ValueError, match=r"no rows remain in the dataset; check .*max_prompt_tokens"):
         filter_long_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
@@ -172,10 +174,10 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, capsys, stage, long):
     trainer = find_trainer(stage, config)
     rows = FileDataset(write_rows(short, short | long), NEEDS[trainer.needs])
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=80))
-    said = r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens exceed .* 80 .*data.max_prompt_tokens=80 skips"
-    with pytest.raises(ValueError, match=said) as error:
+    message = r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens exceed .* 80 .*data.max_prompt_tokens=80 skips"
+    with pytest.raises(ValueError, match=message) as error:
         check_positions(config, {stage: trainer.needs}, {stage: rows}, model, PROCESSOR)
-    length = int(re.search(said, str(error.value))[1])
+    length = int(re.search(message, str(error.value))[1])
     answers = [encode_answer(PROCESSOR, rows[1], getattr(rows[1], name)) for name in trainer.answers]
     assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in answers)
     for limit, kept in ((length - 1, 1), (length, 2)):
@@ -196,13 +198,13 @@ def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
     write_lines(tmp_path / "rows.jsonl", lines)
     options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
-    said = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones exceed the model's 100 \(max_position"
+    message = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones exceed the model's 100 \(max_position"
     cures = r"_embeddings\); lower sampling\.max_new_tokens, shorten .* the row; data\.max_prompt_tokens=90 skips"
-    with pytest.raises(ValueError, match=said + cures) as raised:
+    with pytest.raises(ValueError, match=message + cures) as raised:
         run(*options, "--stages=[grpo]")
-    assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
-    said = r"^sampling\.max_new_tokens is 100, but it must be less than 100, .* the model's 100 \("
-    with pytest.raises(ValueError, match=said):
+    assert 90 < int(re.search(message, str(raised.value))[1]) <= 100
+    message = r"^sampling\.max_new_tokens is 100, but it must be less than 100, .* the model's 100 \("
+    with pytest.raises(ValueError, match=message):
         run(*options, "--stages=[grpo]", "--sampling.max_new_tokens=100")
     run(*options, "--stages=[sft]", name="given answers")
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
@@ -230,9 +232,9 @@ def test_options_without_effect_are_reported():
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
     logs = {"log_completions": 5, "num_logged_prompts": 1}
-    files, grpo, *said = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
+    files, grpo, *message = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
     assert files == "data.files.dpo: no effect, because `stages` does not include dpo"
-    assert said == [
+    assert message == [
         "data.train_file: no effect, because data.files has the rows of all stages",
         "rewards, log_completions, num_logged_prompts: no effect, because no stage samples completions",
     ]
@@ -277,12 +279,14 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     write_lines(tmp_path / "eval" / "rows.jsonl", rows)
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
     cure = "so they measure memorization; remove them from data.eval_file"
-    said = f"1 of 2 evaluation rows are also training rows of grpo (the first is {tmp_path}/eval/rows.jsonl:1), {cure}"
-    assert notes(grpo=training, eval=held_out) == [said]
+    message = (
+        f"1 of 2 evaluation rows are also training rows of grpo (the first is {tmp_path}/eval/rows.jsonl:1), {cure}"
+    )
+    assert notes(grpo=training, eval=held_out) == [message]
     assert notes(grpo=training.select(training.facts[::2]), eval=held_out) == []
     assert notes(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
     twice, both = training.select([training.facts[1]] * 2), held_out.select(held_out.facts)
-    assert notes(grpo=twice, eval=both) == [said]
+    assert notes(grpo=twice, eval=both) == [message]
 
 
 def test_the_unit_of_boxes_in_answers_is_said(write_rows):

@@ -146,16 +146,16 @@ def test_rows_bring_the_sums_of_trl(train, own, rows, home, tmp_path):
     assert torch.equal(torch.cat(logs), torch.tensor([[-3.5, -7.25]] * 4))
 
 
-@pytest.mark.parametrize(("columns", "options", "says"), [
+@pytest.mark.parametrize(("columns", "options", "expected"), [
     ({"ref_chosen_logps": -3.5}, [], r"jsonl:\d+: column 'ref_rejected_logps' is None, but it must be of type float"),
     ({"ref_chosen_logps": -3.5, "ref_rejected_logps": "-1"}, [], "'ref_rejected_logps' is '-1', but it must be of ty"),
     ({"ref_chosen_logps": 3.5, "ref_rejected_logps": -1}, [], "'ref_chosen_logps' is 3.5, but it must be in "),
     ({"ref_chosen_logps": -3.5, "ref_rejected_logps": -1}, ["--dpo.ld_alpha=0.5"], r"jsonl:\d+: .* sums over whole an"),
 ])  # fmt: skip
-def test_sums_that_would_train_something_else_are_refused(train, own, rows, home, columns, options, says):
+def test_sums_that_would_train_something_else_are_refused(train, own, rows, home, columns, options, expected):
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     write_lines(home / "sums.jsonl", [line | columns for line in lines])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         train("run", *own[:3], f"--data.train_file={home / 'sums.jsonl'}", *DPO, SUMS, "--dpo.max_steps=1", *options)
 
 

@@ -81,25 +81,25 @@ def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):
     folder = run("--stages=[grpo]", "--grpo.max_steps=1", *options)
     path = folder / "completions.jsonl"
     lines = read_lines(path)
-    _, said = replayed(folder, "grpo", 0, "--prompt=2")
-    assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in said)
-    for shown, logged in zip(table(said), lines[2]["completions"], strict=True):
-        position = said.index(f"    {logged['text']!r}")
+    _, message = replayed(folder, "grpo", 0, "--prompt=2")
+    assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in message)
+    for shown, logged in zip(table(message), lines[2]["completions"], strict=True):
+        position = message.index(f"    {logged['text']!r}")
         reason = f"    accuracy: {logged['why']['accuracy']}"
-        assert said[position + 1 : position + 3] == [f"    answer: {logged['answer']!r}", reason]
+        assert message[position + 1 : position + 3] == [f"    answer: {logged['answer']!r}", reason]
         assert float(shown["letters"]) == pytest.approx(logged["rewards"]["letters"], rel=1e-3)
         assert float(shown["advantage"]) == pytest.approx(logged["advantage"], rel=1e-3, abs=1e-6)
         assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in logged["tokens"]), rel=1e-3)
         assert float(shown["differ by"]) < 1e-4 and shown["trained"] == shown["sampled"]
     lines[0]["completions"][1]["tokens"][0][1] += 0.001
     write_lines(path, lines)
-    code, said = replayed(folder, "grpo", 0)
-    assert said[-2].startswith("completions.jsonl differs from the replayed step. Possible reasons are a different")
-    assert (code, said[-1]) == (1, SAME[1])
+    code, message = replayed(folder, "grpo", 0)
+    assert message[-2].startswith("completions.jsonl differs from the replayed step. Possible reasons are a different")
+    assert (code, message[-1]) == (1, SAME[1])
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    _, said = replayed(folder, "grpo", 0)
-    assert said[-1] == f"The logs of the run do not contain this step: {folder} contains no metrics."
+    _, message = replayed(folder, "grpo", 0)
+    assert message[-1] == f"The logs of the run do not contain this step: {folder} contains no metrics."
     for arguments, words in (
         (("sft", 0), "--stage sft: the run has no stage with this name. Choose one of its stages: grpo"),
         (("grpo", 1), "--step 1: the stage grpo has only the steps 0 to 0"),
@@ -119,8 +119,8 @@ def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
     del sys.modules[run_file(str(reward)).__name__]
     reward.write_text(f"open({str(trace)!r}, 'w')\n{reward.read_text()}")
     code, lines = replayed(folder, "grpo", 0)
-    says = f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}"
-    assert code == 2 and says in lines[-1] and not trace.exists()
+    expected = f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}"
+    assert code == 2 and expected in lines[-1] and not trace.exists()
     code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
     assert code == 0 and lines[-2:] == SAME and trace.exists()
 

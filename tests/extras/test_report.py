@@ -38,11 +38,11 @@ NAMED = [  # (file, content, error message)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "says"), NAMED, ids=[says.split(",")[0] for *_, says in NAMED])
-def test_a_damaged_file_is_named(tmp_path, name, content, says):
+@pytest.mark.parametrize(("name", "content", "expected"), NAMED, ids=[expected.split(",")[0] for *_, expected in NAMED])
+def test_a_damaged_file_is_named(tmp_path, name, content, expected):
     write_lines(tmp_path / "metrics.jsonl", [])
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/{says}")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/{expected}")):
         report.collect_run(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_healthy_values_are_those_of_the_documentation():
 
 
 @pytest.mark.parametrize(
-    ("values", "says", "guesses"),
+    ("values", "expected", "guesses"),
     [
         ((0.4, 0.93), "+0.530 in sft (more than noise).", False),
         ((0.0, 0.5, 0.4), "+0.500 in sft (more than noise), -0.100 in grpo (more than noise).", False),
@@ -66,12 +66,12 @@ def test_healthy_values_are_those_of_the_documentation():
     ],
     ids=["risen", "fallen", "noise", "near 0", "by guessing", "more than guessing"],
 )
-def test_each_stage_is_compared_with_noise_and_with_guessing(values, says, guesses):
+def test_each_stage_is_compared_with_noise_and_with_guessing(values, expected, guesses):
     names = ["start", "after_sft", "after_grpo"][: len(values)]
     results = {name: {"eval/accuracy_sampled": value} for name, value in zip(names, values, strict=True)}
     summary = {"chance": 0.1} | results | {"seconds": {"grpo": 9.0}}
     text = report.describe_change(summary, 256)
-    assert text.startswith(f"accuracy_sampled on 256 held-out rows changed by {says}")
+    assert text.startswith(f"accuracy_sampled on 256 held-out rows changed by {expected}")
     assert (" Guessing gives 0.100, and the difference from the last value can be noise." in text) == guesses
     missing = {"start": {}, "after_dpo": {"eval/accuracy_sampled": None}}
     assert report.describe_change(missing, 256) is None and report.describe_change({**results, **missing}, 256) is None

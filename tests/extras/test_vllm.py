@@ -185,7 +185,7 @@ def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, diff
         verify()
 
 
-@pytest.mark.parametrize(("option", "says"), [
+@pytest.mark.parametrize(("option", "expected"), [
     ("--sampling.vllm={max_model_ln: 9}", "sampling.vllm: unknown key max_model_ln; did you mean max_model_len"),
     ("--sampling.vllm={worker_cls: mine.Worker}", "sampling.vllm: unknown key worker_cls"),
     ("--sampling.vllm={trust_remote_code: true}", "sampling.vllm: unknown key trust_remote_code"),
@@ -196,9 +196,9 @@ def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, diff
     ("--sampling.environment=recipes/zoom.py:Quarters", "engine is 'vllm', but it must be native with an environment"),
     ("--model.config=qwen3_5.json", "is vllm, which minivlmrl does not support for models of the type qwen3_5"),
 ])  # fmt: skip
-def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, says):
+def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, expected):
     vllm_stand_in.install(monkeypatch)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         stage("grpo", ENGINE, option)
 
 

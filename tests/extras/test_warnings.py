@@ -55,9 +55,9 @@ def test_a_reward_that_falls_is_reported_once():
     resumed = make_rules()
     resumed.restore(rules.state())
     for some in (rules, resumed):
-        said = [text for values in bad + bad for text in some.step(values)]
-        assert len(said) == 1 and re.match(
-            r"The mean reward has fallen from 1\.2 to 0\.\d+\. Lower grpo\.learning_rate", said[0]
+        message = [text for values in bad + bad for text in some.step(values)]
+        assert len(message) == 1 and re.match(
+            r"The mean reward has fallen from 1\.2 to 0\.\d+\. Lower grpo\.learning_rate", message[0]
         )
 
 
@@ -66,8 +66,8 @@ def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
     rules = make_rules(temperature)
     assert [rules.step(HEALTHY) for _ in range(WINDOW)] == [[]] * WINDOW
     assert [rules.step(HEALTHY | change) for _ in range(WINDOW - 1)] == [[]] * (WINDOW - 1)
-    [said] = rules.step(HEALTHY | change)
-    assert re.search(sentence, said)
+    [message] = rules.step(HEALTHY | change)
+    assert re.search(sentence, message)
     assert rules.step(HEALTHY | change) == []
     rules.step(HEALTHY)
     rules.recent = deque([HEALTHY | change] * WINDOW, WINDOW)
@@ -78,11 +78,11 @@ def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
 def test_equal_rewards_are_reported_after_the_first_step():
     equal = HEALTHY | {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0}
     rules = make_rules()
-    [said] = rules.step(equal)
-    assert said.startswith("The rewards are equal for all completions: format is 0.9 and accuracy is 0.5. Compare")
+    [message] = rules.step(equal)
+    assert message.startswith("The rewards are equal for all completions: format is 0.9 and accuracy is 0.5. Compare")
     assert [rules.step(equal) for _ in range(2 * WINDOW)] == [[]] * 2 * WINDOW
-    [said] = make_rules().step(equal | {"rewards/format/mean": 0.0})
-    assert "format asks for <think> and <answer> tags; name them in data.prompt_template" in said
+    [message] = make_rules().step(equal | {"rewards/format/mean": 0.0})
+    assert "format asks for <think> and <answer> tags; name them in data.prompt_template" in message
     rules = make_rules()
     assert [rules.step(values) for values in (HEALTHY, equal, equal)] == [[]] * 3
 
@@ -93,8 +93,8 @@ def test_tags_are_not_advised_if_the_answer_has_none():
     for values, count in ((never | {"rewards/accuracy/std": 0.0}, 1), (never, 0)):
         rules = make_rules()
         rules.config.data.answer_format = "whole"
-        said = [text for _ in range(WINDOW) for text in rules.step(values)]
-        assert len(said) == count and "tags" not in str(said)
+        message = [text for _ in range(WINDOW) for text in rules.step(values)]
+        assert len(message) == count and "tags" not in str(message)
 
 
 HELD_OUT = "eval/accuracy_sampled", "eval/accuracy_greedy"
@@ -108,22 +108,22 @@ def test_rows_that_are_learned_by_heart_are_reported(steps, values, count):
     rules = make_rules()
     rules.recent.extend([HEALTHY] * steps)
     found = [*rules.memorized(dict(zip(HELD_OUT, values, strict=False)) | {"eval/format_sampled": 0.9})]
-    says = "The mean of reward accuracy is 0.5 on training rows, but only 0.19 on held-out rows. If "
-    assert [text.startswith(says) for text in found] == [True] * count
+    expected = "The mean of reward accuracy is 0.5 on training rows, but only 0.19 on held-out rows. If "
+    assert [text.startswith(expected) for text in found] == [True] * count
 
 
-@pytest.mark.parametrize(("stage", "before", "after", "rows", "says"), [
+@pytest.mark.parametrize(("stage", "before", "after", "rows", "expected"), [
     ("dpo", 0.98, 0.63, 60, "has fallen from 0.98 to 0.63 in this stage. Lower dpo.learning_rate, or keep the chosen"),
     ("grpo", 0.98, 0.63, 60, "has fallen from 0.98 to 0.63 in this stage. Lower grpo.learning_rate."),
     ("grpo", 0.5, 0.35, 1000, None), ("grpo", 0.5, 0.25, 20, None), ("grpo", 0.3, 0.9, 60, None),
     ("grpo", 9, 0, 60, None),
 ], ids=["dpo", "grpo", "a small fall", "noise", "a rise", "no share"])  # fmt: skip
-def test_held_out_rows_that_the_model_forgets_are_reported(stage, before, after, rows, says):
+def test_held_out_rows_that_the_model_forgets_are_reported(stage, before, after, rows, expected):
     """The sampled accuracy falls less than the greedy accuracy, and the pair accuracy is no reward."""
     names = *HELD_OUT, "eval/pair_accuracy"
     rules = make_rules(stage=stage, evaluated=zip(names, (before - 0.1, before, 1.0), strict=True))
     found = [*rules.unlearned(dict(zip(names, (after, after, 0.0), strict=True)), rows)]
-    assert [text.startswith(f"eval/accuracy_greedy {says}") for text in found] == [True] * bool(says)
+    assert [text.startswith(f"eval/accuracy_greedy {expected}") for text in found] == [True] * bool(expected)
 
 
 @pytest.mark.parametrize(("stages", "cure"), [
@@ -133,8 +133,8 @@ def test_held_out_rows_that_the_model_forgets_are_reported(stage, before, after,
 def test_the_advice_knows_whether_there_were_demonstrations(stages, cure):
     rules = make_rules(stage="ppo", stages=stages)
     for change in (SAME, {"rewards/accuracy/mean": 0.0}):
-        said = [text for _ in range(WINDOW) for text in rules.step(HEALTHY | change)]
-        assert len(said) == 1 and said[0].endswith(f"{cure}.")
+        message = [text for _ in range(WINDOW) for text in rules.step(HEALTHY | change)]
+        assert len(message) == 1 and message[0].endswith(f"{cure}.")
 
 
 def test_a_run_without_rewards_gets_no_warning_about_rewards():
@@ -164,19 +164,19 @@ def rollout_with(rewards, groups=None):
 def test_success_is_reported_once():
     """Near the highest possible reward, equal rewards and zero gradients are reported as success."""
     changes = [SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
-    said = {}
+    message = {}
     for reward in (1.45, 1.2):  # the highest possible reward is 1.5
         rules = make_rules()
         rules.step(HEALTHY, rollout_with([[0.0, 0.0], [1.0, 1.0], [math.nan, math.nan]]))
         sentences = []
         for change in changes * 2:
             sentences += [rules.step(HEALTHY | {"reward": reward} | change) for _ in range(WINDOW)]
-        said[reward] = list(chain(*sentences))
-    assert said[1.45] == [
+        message[reward] = list(chain(*sentences))
+    assert message[1.45] == [
         "The mean reward is 1.45, close to the highest reward of any completion so far (1.5). "
         "Little is left to learn from these prompts."
     ]
-    assert len(said[1.2]) == 6 and "The rewards are equal for all completions" in said[1.2][0]
+    assert len(message[1.2]) == 6 and "The rewards are equal for all completions" in message[1.2][0]
 
 
 def test_a_run_in_which_one_reward_never_rises_is_no_success():
@@ -184,9 +184,9 @@ def test_a_run_in_which_one_reward_never_rises_is_no_success():
     rules = make_rules()
     step = HEALTHY | {"reward": 0.5, "rewards/accuracy/mean": 0.0, "frac_reward_zero_std": 1.0}
     rules.step(step, rollout_with([[0.0, 0.0], [1.0, 0.0]]))
-    said = list(chain(*(rules.step(step) for _ in range(WINDOW))))
-    assert len(said) == 2 and said[0].startswith("All completions of each group have the same reward")
-    assert said[1].startswith("Reward accuracy is 0 for all completions")
+    message = list(chain(*(rules.step(step) for _ in range(WINDOW))))
+    assert len(message) == 2 and message[0].startswith("All completions of each group have the same reward")
+    assert message[1].startswith("Reward accuracy is 0 for all completions")
 
 
 @pytest.mark.parametrize("killed", [1, 22, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1])
@@ -206,9 +206,9 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
     whole, first, second = (make_rules() for _ in range(3))
     expected = [step(whole, number) for number in range(2 * BASELINE_ROLLOUTS)]
     assert sum(map(len, expected)) >= 3 and "The mean reward is 1.5" in str(expected)
-    said = [step(first, number) for number in range(killed)]
+    message = [step(first, number) for number in range(killed)]
     second.restore(first.state())
-    assert said + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
+    assert message + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
 
 
 def test_a_resumed_run_may_have_other_rewards_and_more_completions():
@@ -251,8 +251,8 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
     check_mismatch(run, {metric: 1.5 * bound})
 
 
-@pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
-def test_a_policy_must_beat_a_constant_answer(mean, said):
+@pytest.mark.parametrize(("mean", "message"), [(0.55, False), (0.5, True)])
+def test_a_policy_must_beat_a_constant_answer(mean, message):
     """The answer `cat` is right for half of the rows that a reward can score."""
     groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
     right = torch.zeros(100)
@@ -261,8 +261,8 @@ def test_a_policy_must_beat_a_constant_answer(mean, said):
     rules = make_rules()
     for number in range(BASELINE_ROLLOUTS):
         found = rules.step(HEALTHY, rollout_with(rewards, groups))
-        assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
+        assert bool(found) == (message and number == BASELINE_ROLLOUTS - 1)
     # a second pass over the same rollout adds no rewards to the mean
     assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
-    if said:
+    if message:
         assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]

@@ -193,15 +193,15 @@ def test_a_custom_engine_samples_rollouts(stage, engine_file):
     assert run.go(2) == expected and run.trainer.sampler.calls == [4, 4]
 
 
-@pytest.mark.parametrize(("engine", "options", "says"), [
+@pytest.mark.parametrize(("engine", "options", "expected"), [
     ("Counting", ["--sampling.top_k=9"], "no top_k of 9"),
     ("Counting(a=1)", [], r"^sampling\.engine .*: an engine has no options; remove the parentheses"),
     ("Counting", ["--sampling.environment=recipes/zoom.py:Zoom"], "it must be native with an environment"),
     ("Even", [], r"lists of \[2, 4, 3, 3\] completions, but it must return 3 for each of the 4 prompts"),
     ("NotFinite", [], "sampling.engine returned log-probabilities that are NaN or infinite"),
 ])  # fmt: skip
-def test_a_wrong_engine_is_named(stage, engine_file, engine, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_engine_is_named(stage, engine_file, engine, options, expected):
+    with pytest.raises(ValueError, match=expected):
         stage("grpo", f"--sampling.engine={engine_file}:{engine}", *options).go(1)
 
 

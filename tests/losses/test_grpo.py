@@ -110,7 +110,7 @@ def test_bounds_may_be_zero_equal_or_infinite():
     assert not any(metrics.values())
 
 
-@pytest.mark.parametrize("options, says", [
+@pytest.mark.parametrize("options, expected", [
     ({"epsilon_low": 0.3, "epsilon_high": 0.2}, r"epsilon_low is 0.3, but it must be between 0 and epsilon_high"),
     ({"epsilon_low": -0.3}, "epsilon_low is -0.3, but it must be "),
     ({"epsilon_low": math.nan}, "epsilon_low is nan, but it must be "),
@@ -123,9 +123,9 @@ def test_bounds_may_be_zero_equal_or_infinite():
     ({"beta": 0.1}, "beta is not 0, so grpo_loss needs ref_per_token_logps"),
     ({"loss_type": "dr_grpo"}, "dr_grpo needs a normalizer with max_completion_length"),
 ])  # fmt: skip
-def test_mistakes_are_refused(options, says):
+def test_mistakes_are_refused(options, expected):
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         grpo_loss(one, mask=one, **{"advantages": one[0], **options})
 
 

@@ -125,11 +125,11 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 ONE = torch.ones(1, 1)
 
 
-@pytest.mark.parametrize("call, says", [
+@pytest.mark.parametrize("call, expected", [
     (lambda: policy([[1.0]], [1.0], top_entropy_quantile=0.2), "quantile below 1 needs the tokens' entropies"),
     (lambda: rollout_importance_ratio(ONE, ONE, ONE, mode="mask"),
      "mode is 'mask', but it must be one of " + ", ".join(CORRECTION_MODES)),
 ])  # fmt: skip
-def test_mistakes_are_refused(call, says):
-    with pytest.raises(ValueError, match=says):
+def test_mistakes_are_refused(call, expected):
+    with pytest.raises(ValueError, match=expected):
         call()

@@ -114,7 +114,7 @@ def test_docstring_examples():
     assert reward_loss(tensor(2.0), tensor(1.0))[0].item() == pytest.approx(0.313, abs=5e-4)
 
 
-@pytest.mark.parametrize("options, says", [
+@pytest.mark.parametrize("options, expected", [
     ({"loss_type": "dpo"}, "loss_type is 'dpo', but it must be one of " + ", ".join(DPO_LOSSES)),
     ({"loss_type": []}, "name at least one loss"),
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each"),
@@ -128,14 +128,14 @@ def test_docstring_examples():
     ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
     ({"mask": tensor([[1.0, 0.0], [0.0, 0.0]])}, "At least one answer has no tokens"),
 ])  # fmt: skip
-def test_a_preference_loss_that_cannot_be_is_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_preference_loss_that_cannot_be_is_refused(options, expected):
+    with pytest.raises(ValueError, match=expected):
         pair_loss(**{"loss_type": "sigmoid", **options})
 
 
 @pytest.mark.parametrize(
-    "loss_type, says", [("kto", "loss_type kto needs kl"), ("bco", "must be one of kto, apo_zero")]
+    "loss_type, expected", [("kto", "loss_type kto needs kl"), ("bco", "must be one of kto, apo_zero")]
 )
-def test_a_kto_loss_that_cannot_be_is_refused(loss_type, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_kto_loss_that_cannot_be_is_refused(loss_type, expected):
+    with pytest.raises(ValueError, match=expected):
         kto_loss(PAIR[0], PAIR_MASK[0], torch.ones(2), loss_type=loss_type, ref_per_token_logps=PAIR_REF[0])

@@ -114,8 +114,8 @@ def test_the_row_of_the_docstring_trains_a_model_that_does_what_the_question_ask
     """The reward wants <think> and <answer>, so the question must ask for them, or every completion earns 0."""
 
     def obedient(model, prompt, *_):
-        asked = "<answer>" in model.tokenizer.decode(prompt.ids.tolist(), skip_special_tokens=False)
-        number = "<think>two</think><answer>{}</answer>" if asked else "{}"
+        requested = "<answer>" in model.tokenizer.decode(prompt.ids.tolist(), skip_special_tokens=False)
+        number = "<think>two</think><answer>{}</answer>" if requested else "{}"
         return minimal.tokenize_answers(model, [number.format(2), number.format(3), "2"])
 
     monkeypatch.setattr(minimal, "sample", obedient)
@@ -133,21 +133,21 @@ def test_a_run_without_any_reward_says_so_after_the_first_step(tiny, cats, tmp_p
     assert "<think>...</think><answer>...</answer>" in advice and "--sft" in advice.split("grpo step 2 of 2")[0]
 
 
-@pytest.mark.parametrize(("lengths", "says"), [([1, 1, 1], True), ([1, 2, 1], False)])
-def test_a_step_in_which_all_earn_the_same_says_so(tiny, cats, tmp_path, lengths, says, monkeypatch, capsys):
+@pytest.mark.parametrize(("lengths", "expected"), [([1, 1, 1], True), ([1, 2, 1], False)])
+def test_a_step_in_which_all_earn_the_same_says_so(tiny, cats, tmp_path, lengths, expected, monkeypatch, capsys):
     answers = ["a" * length for length in lengths]
     monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, answers))
     monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
     main(tiny, cats, *OPTIONS, f"--output_dir={tmp_path / 'out'}")
     printed = capsys.readouterr().out
-    assert printed.count("earned the same, so the rewards taught nothing\n") == (2 if says else 0)
+    assert printed.count("earned the same, so the rewards taught nothing\n") == (2 if expected else 0)
     assert "earned 0" not in printed
 
 
-@pytest.mark.parametrize(("second", "says"), [([0.5, 0.5], True), ([0.5, 1.5], False)])
-def test_a_step_teaches_something_if_one_group_has_different_rewards(second, says, capsys):
+@pytest.mark.parametrize(("second", "expected"), [([0.5, 0.5], True), ([0.5, 1.5], False)])
+def test_a_step_teaches_something_if_one_group_has_different_rewards(second, expected, capsys):
     minimal.report(minimal.grpo, 10, 20, [torch.tensor([1.5, 1.5]), torch.tensor(second)])
-    assert ("the rewards taught nothing" in capsys.readouterr().out) is says
+    assert ("the rewards taught nothing" in capsys.readouterr().out) is expected
 
 
 def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
@@ -155,9 +155,9 @@ def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
     form = "<think>a</think><answer>2</answer>"
     row = {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "2", "chosen": form}
     write_lines(cats, [row, row | {"problem": "Count. Write <answer>2</answer>.", "completion": form}])
-    asked = ["How many?" + minimal.ASK, "Count. Write <answer>2</answer>."]
+    requested = ["How many?" + minimal.ASK, "Count. Write <answer>2</answer>."]
     plain = ["How many?", "Count. Write <answer>2</answer>."]
-    for field, expected in (("solution", asked), ("completion", plain), ("chosen", asked)):
+    for field, expected in (("solution", requested), ("completion", plain), ("chosen", requested)):
         assert [row["problem"] for row in minimal.read_rows(cats, [field])] == expected
     recipe = (ROOT / "recipes" / "own_data.yaml").read_text()
     assert f"{{problem}}{minimal.ASK}" in " ".join(recipe.split())

@@ -165,8 +165,8 @@ def difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> fl
 def trl_says(batch: dict, **options) -> tuple[Tensor, Tensor]:
     from tests.parity import trl_oracle
 
-    said = trl_oracle.what_trl_says(batch, options)
-    return said["loss"], said["gradient"]
+    message = trl_oracle.what_trl_says(batch, options)
+    return message["loss"], message["gradient"]
 
 
 def trl_advantages(step: Step, kind: str = "GRPO", rewards=None, **options) -> Tensor:

@@ -42,7 +42,7 @@ def read(tmp_path, row, answers=GRPO):
     return minimal.read_rows(tmp_path / "rows.jsonl", answers)[1]
 
 
-@pytest.mark.parametrize(("changes", "answers", "says"), [
+@pytest.mark.parametrize(("changes", "answers", "expected"), [
     ({"system": "Be brief."}, GRPO, "minimal.py does not read 'system'"),
     ({"video": "a.mp4"}, GRPO, "minimal.py does not read 'video'"),
     ({"videos": ["a.mp4"]}, SFT, "minimal.py does not read 'videos'"),
@@ -75,10 +75,10 @@ def read(tmp_path, row, answers=GRPO):
     ("[1, 2]", GRPO, "the line is [1, 2], but a row is an object"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
 ])  # fmt: skip
-def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answers, says):
+def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answers, expected):
     with pytest.raises(minimal.InputError, match=r"rows\.jsonl, line 2: ") as error:
         read(tmp_path, changes if isinstance(changes, str) else ROW | changes, answers)
-    assert says in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+    assert expected in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
@@ -157,7 +157,7 @@ YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [4, 6, 6]}
 CONFIG, IMAGES = "config.json", "preprocessor_config.json"
 
 
-@pytest.mark.parametrize(("file", "key", "value", "says"), [
+@pytest.mark.parametrize(("file", "key", "value", "expected"), [
     (CONFIG, "rope_scaling", YARN, "the rope type is 'yarn', but minimal.py only computes 'mrope'"),
     (CONFIG, "rope_scaling.type", None, "the rope type is None"),
     (CONFIG, "rope_scaling.mrope_section", [4, 6, 5], "the sum of mrope_section must be 16"),
@@ -193,10 +193,10 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
     (IMAGES, "min_pixels", 10**9, "an image has at least 1000000000 pixels, but at most 12845056"),
     (IMAGES, "max_pixels", None, "have no 'longest_edge'"),
 ])  # fmt: skip
-def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, says):
+def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, expected):
     with pytest.raises(minimal.InputError) as error:
         minimal.load(change(tiny, tmp_path / "model", file, {key: value}))
-    assert says in str(error.value) and "model" in str(error.value)
+    assert expected in str(error.value) and "model" in str(error.value)
 
 
 def test_settings_of_the_hub_are_read(tiny, tmp_path):

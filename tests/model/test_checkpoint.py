@@ -193,9 +193,9 @@ def test_dtype_of_the_parameters(copy, stored):
     by_default = load_model(copy)
     # the default is the dtype in config.json
     assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}
-    for asked in (torch.float32, torch.bfloat16):
-        loaded = dict(load_model(copy, asked).named_parameters())
-        assert all(torch.equal(loaded[name], p.to(asked)) for name, p in model.named_parameters())
+    for requested in (torch.float32, torch.bfloat16):
+        loaded = dict(load_model(copy, requested).named_parameters())
+        assert all(torch.equal(loaded[name], p.to(requested)) for name, p in model.named_parameters())
 
 
 def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
@@ -209,8 +209,8 @@ def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
+@pytest.mark.parametrize("requested", [torch.float32, torch.bfloat16], ids=str)
+def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, requested):
     views = []
     read_tensors = checkpoint.read_tensors
 
@@ -223,7 +223,7 @@ def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
             del tensor
 
     monkeypatch.setattr(checkpoint, "read_tensors", watched)
-    model = load_model(copy, asked)
+    model = load_model(copy, requested)
     assert len(views) == len(list(model.parameters()))
     assert not any(view() is not None for view in views)
 
@@ -274,10 +274,10 @@ REFUSED = {  # fault of a folder: (change, sentence of the error)
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "says"), REFUSED.values(), ids=REFUSED)
-def test_a_folder_with_a_fault_is_refused(copy, change, says):
+@pytest.mark.parametrize(("change", "expected"), REFUSED.values(), ids=REFUSED)
+def test_a_folder_with_a_fault_is_refused(copy, change, expected):
     change(copy)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         load_model(copy)
 
 
@@ -306,18 +306,18 @@ def linked_license(folder):
     (folder / "LICENSE").symlink_to(folder.parent / "secret")
 
 
-@pytest.mark.parametrize(("change", "says"), [
+@pytest.mark.parametrize(("change", "expected"), [
     (other_patches, r"copy/config\.json: vision_config.patch_size is 7, but it must be 14 as in preprocessor_config"),
     (config(image_token_id=5), r"copy/config\.json: image_token_id is 5, but it must be \d+ as in tokenizer\.json"),
     (large_id, r"vocab_size is 8000, but it must be at least 9001, .*; if .* model.resize_token_embeddings\(9001\)"),
     (linked_license, "LICENSE is a link to .*secret, outside its folder. Replace the link"),
 ])  # fmt: skip
-def test_a_folder_whose_files_do_not_fit_is_refused(copy, change, says):
+def test_a_folder_whose_files_do_not_fit_is_refused(copy, change, expected):
     """Folders with more embeddings than tokens are common and accepted."""
     edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
     load_processor(copy)
     change(copy)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         load_processor(copy)
 
 

@@ -96,13 +96,13 @@ TOWER += ("intermediate_size", "num_position_embeddings")
 @pytest.mark.parametrize("little", [True, False])
 @pytest.mark.parametrize("model_type", NEWER)
 def test_default_values_of_newer_families_are_those_of_transformers(model_type, little, transformers):
-    names, said, rope, vision = NEWER[model_type]
+    names, message, rope, vision = NEWER[model_type]
     text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 300, "intermediate_size": 96}
     if not little:
         sections = [2, 1, 1] if rope else [4, 2, 2]
         rope = rope | {"rope_type": "default", "mrope_section": sections, "rope_theta": 7e5}
-        text |= said | {"rope_parameters": rope}
+        text |= message | {"rope_parameters": rope}
     vision = {"out_hidden_size": 64, **({} if little else vision)}
     given = {"model_type": model_type, "text_config": text, "vision_config": vision}
     theirs = transformers.AutoConfig.for_model(**given)
@@ -148,7 +148,7 @@ NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwe
 NO_OTHER += "no other family is supported"
 
 
-@pytest.mark.parametrize(("path", "value", "says"), [
+@pytest.mark.parametrize(("path", "value", "expected"), [
     ("model_type", "llama", "model_type is 'llama', but it must be qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5"),
     *[("model_type", name, f"{name}', but it must be {NO_OTHER}") for name in ("qwen3_moe", "qwen4_exp")],
     ("qwen3_5/text_config.output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', but it must be 'swish'"),
@@ -171,10 +171,10 @@ NO_OTHER += "no other family is supported"
     ("qwen2_vl/vision_config.embed_dim", 1.5, "vision_config.embed_dim is 1.5, but it must be of type int"),
     ("vision_config.window_size", 27, "vision_config.window_size is 27, but it must be 28 or more"),
 ])  # fmt: skip
-def test_unsupported_values_are_refused(path, value, says):
+def test_unsupported_values_are_refused(path, value, expected):
     with pytest.raises(ValueError) as error:
         config_json.from_dict(changed(path, value), "FOLDER/config.json")
-    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+    assert str(error.value).startswith("FOLDER/config.json: ") and expected in str(error.value)
 
 
 def keys(config: dict, before: str = ""):

@@ -100,10 +100,10 @@ def test_targets(target, names):
 
 
 @pytest.mark.parametrize(
-    ("target", "says"), [("lm_head", "it must be language,"), ("(", "not a valid regular expression")]
+    ("target", "expected"), [("lm_head", "it must be language,"), ("(", "not a valid regular expression")]
 )
-def test_a_target_without_layers_is_refused(target, says):
-    with pytest.raises(ValueError, match=rf"target is .*{says}"):
+def test_a_target_without_layers_is_refused(target, expected):
+    with pytest.raises(ValueError, match=rf"target is .*{expected}"):
         adapted([target])
 
 

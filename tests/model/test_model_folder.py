@@ -28,12 +28,12 @@ def test_a_folder_that_is_no_model_is_described(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("{}")
     kind = KINDS[name].replace("FOLDER", str(tmp_path))
-    for load, says in (
+    for load, expected in (
         (load_model, f"has no config.json. {kind}"),
         (load_processor, f"has no config.json. {kind}"),
         (weight_files, f"model.safetensors does not exist. {kind}"),
     ):
-        with pytest.raises(ValueError, match=re.escape(says)):
+        with pytest.raises(ValueError, match=re.escape(expected)):
             load(tmp_path)
 
 
@@ -44,15 +44,15 @@ def test_pointers_of_git_lfs_are_named(tmp_path):
             read(tmp_path / name)
 
 
-@pytest.mark.parametrize(("config", "says"), [
+@pytest.mark.parametrize(("config", "expected"), [
     ({"model_type": "qwen2"}, "This is a text model; choose a vision-language model"),
     ({"model_type": "qwen3_vl_text"}, "This is a text model; choose a vision-language model"),
     ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type is 'llava', but it must be .*supported$"),
     *(({"model_type": name}, f"model_type is '{name}', but it must be .*supported$")
       for name in ("llava", "gemma3", "paligemma", "internvl_chat", "qwen2_5_omni", "qwen")),
 ])  # fmt: skip
-def test_other_kinds_of_models_are_described(config, says):
-    with pytest.raises(ValueError, match=says):
+def test_other_kinds_of_models_are_described(config, expected):
+    with pytest.raises(ValueError, match=expected):
         config_json.from_dict(config)
 
 

@@ -80,16 +80,16 @@ def saved(tmp_path):
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize(("change", "says"), [
+@pytest.mark.parametrize(("change", "expected"), [
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
     ({"use_dora": True}, "use_dora is True, which is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', but it must be a layer name or the end of a"),
     ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
 ])  # fmt: skip
-def test_options_that_would_change_the_result_are_refused(saved, change, says):
+def test_options_that_would_change_the_result_are_refused(saved, change, expected):
     edit_json(saved / "adapter_config.json", **change)
-    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{says}"):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{expected}"):
         load_adapter(tiny.model(), saved)
 
 
@@ -97,7 +97,7 @@ MERGE = "Merge the adapter into its base model with PEFT, and load the merged mo
 A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-@pytest.mark.parametrize(("change", "says"), [
+@pytest.mark.parametrize(("change", "expected"), [
     (lambda t: t.pop(A), r"has lora_B \(64, 4\), but this model needs lora_A \(r, 64\) and lora_B \(64, r\)"),
     (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "which this model does not have|has lora_B"),
     *[(lambda t, name=name: t.update({f"base_model.model.{name}": t[A].clone()}), f"{cause}.*{MERGE}")
@@ -112,11 +112,11 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*, but this model needs"),
     (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, but it must be a finite"),
 ])  # fmt: skip
-def test_wrong_tensors_are_refused(saved, change, says):
+def test_wrong_tensors_are_refused(saved, change, expected):
     tensors = load_file(saved / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, saved / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*({says})"):
+    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*({expected})"):
         load_adapter(tiny.model(), saved)
 
 

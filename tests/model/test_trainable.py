@@ -112,12 +112,12 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(("option", "says"), [
+@pytest.mark.parametrize(("option", "expected"), [
     ("r=2", r"layer model\.\S+, .* has r 4 and scaling 8, but the recipe has r 2 and scaling 16. Change"),
     ("alpha=5", "has r 4 and scaling 8, but the recipe has r 4 and scaling 1.25."),
     ("target=merger", r"layer model\.\S+, .* but the recipe has no adapter|layer visual.merger.* has no adapter"),
 ])  # fmt: skip
-def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, says):
+def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, expected):
     model = load_model(checkpoint)
     config = LoRAOptions(r=4)
     inject_adapters(model, config)
@@ -125,5 +125,5 @@ def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, o
     gather_adapter(model)(tmp_path / "adapter")
     options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]
     build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4"]), ONE)
-    with pytest.raises(ValueError, match=f"adapter.path: .*{says}"):
+    with pytest.raises(ValueError, match=f"adapter.path: .*{expected}"):
         build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4", f"--adapter.{option}"]), ONE)

@@ -36,7 +36,7 @@ class Question:
     options: dict
     kind: str
     seed: int
-    asked: dict
+    requested: dict
 
     @property
     def name(self) -> str:

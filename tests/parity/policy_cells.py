@@ -75,8 +75,8 @@ def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
 
 def grpo_cell(q: Question) -> Cell:
     """Compare with GRPOTrainer._compute_loss."""
-    told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.asked
-    ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.asked.get("kind") == "RLOO" else {}))
+    told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.requested
+    ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.requested.get("kind") == "RLOO" else {}))
     sides = ours, partial(trl, "grpo_loss", items=ITEMS, max_completion_length=MAX_LENGTH, **told)
     return loss_cell(q, batch_of(q.kind, q.seed), *sides, ("per_token_logps", "entropies"))
 
@@ -84,11 +84,11 @@ def grpo_cell(q: Question) -> Cell:
 def together_cell(q: Question) -> Cell:
     """Compare many random options at once, because their order of application matters."""
     draw = random.Random(q.seed)
-    options = {name: draw.choice(values) for name, values in q.asked.items()}
+    options = {name: draw.choice(values) for name, values in q.requested.items()}
     kind = "advantages (B, T)" if draw.random() < 0.3 else "plain"
     corrected = f"ratio (B, {draw.choice((1, T))})" if draw.random() < 0.5 else kind
-    asked = {"use_vllm": True} if kind != corrected else {}
-    return grpo_cell(Question(q.family, options, f"{kind}, {corrected}", q.seed, asked))
+    requested = {"use_vllm": True} if kind != corrected else {}
+    return grpo_cell(Question(q.family, options, f"{kind}, {corrected}", q.seed, requested))
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
@@ -112,8 +112,8 @@ def advantages_cell(q: Question) -> Cell:
         result = {"advantages": advantages.group_advantages(combined, size, scale)}
         return result | ({"metric frac_reward_zero_std": flat} if scale == "group" else {})
 
-    asked = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
-    return Cell(q.family, q.name, ours, partial(trl, "rollout", rewards, **asked), 1e-6)
+    requested = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
+    return Cell(q.family, q.name, ours, partial(trl, "rollout", rewards, **requested), 1e-6)
 
 
 def rloo_advantages_cell(q: Question) -> Cell:
@@ -125,9 +125,9 @@ def rloo_advantages_cell(q: Question) -> Cell:
     )
     total = advantages.combine(rewards, torch.tensor(WEIGHTS))
     total = (total if clip is None else total.clamp(*clip)) - beta * ((old - ref) * mask).sum(1)
-    asked = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
-    asked["completions"] = [[5] * int(length) for length in mask.sum(1)]
-    theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
+    requested = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
+    requested["completions"] = [[5] * int(length) for length in mask.sum(1)]
+    theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **requested)
     return Cell(
         q.family, q.name, lambda: {"advantages": advantages.leave_one_out(total, size, normalize)}, theirs, 1e-6
     )
@@ -139,11 +139,11 @@ def correction_cell(q: Question) -> Cell:
     old, mask, lengths = batch["old_per_token_logps"], batch["mask"], batch["mask"].sum(1).long().tolist()
     sampling = (old + 0.3 * (batch["ref_per_token_logps"] - old)).float()
     sampling[0, 2] = torch.nan if q.kind == "with NaN" else -1.0
-    asked = {f"vllm_importance_sampling_{name}": value for name, value in q.options.items()} | {"use_vllm": True}
-    asked["sampling"] = [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]
-    asked |= {"completions": [[5] * length for length in lengths], "output": q.family}
+    requested = {f"vllm_importance_sampling_{name}": value for name, value in q.options.items()} | {"use_vllm": True}
+    requested["sampling"] = [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]
+    requested |= {"completions": [[5] * length for length in lengths], "output": q.family}
     ratio = partial(grpo_variants.rollout_importance_ratio, old, sampling.double() * mask, mask, **q.options)
-    theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **asked)
+    theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **requested)
     return Cell(q.family, q.name, lambda: {q.family: ratio()}, theirs)
 
 

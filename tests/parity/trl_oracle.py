@@ -218,21 +218,21 @@ def what_trl_says(batch: dict, options: dict) -> dict[str, Tensor | dict]:
         options: kind (grpo, rloo, dpo, kto, sft), the step's `tokens` (by default the batch's tokens), and fields of
             TRL's config; epsilon_low is an alias for its epsilon. A missing field has TRL's default.
     """
-    asked = {{"epsilon_low": "epsilon"}.get(name, name): value for name, value in options.items()}
-    kind, tokens = asked.pop("kind"), asked.pop("tokens", None)
-    asked.pop("whole_step", None)
+    requested = {{"epsilon_low": "epsilon"}.get(name, name): value for name, value in options.items()}
+    kind, tokens = requested.pop("kind"), requested.pop("tokens", None)
+    requested.pop("whole_step", None)
     batch = batch | {"per_token_logps": batch["per_token_logps"].detach().clone().requires_grad_()}
     if kind in ("grpo", "rloo"):
         batch.setdefault("entropies", torch.zeros_like(batch["mask"]))
         items = batch["mask"].sum().item() if tokens is None else tokens
-        loss, logged = grpo_loss(batch, items, kind.upper(), **asked)
+        loss, logged = grpo_loss(batch, items, kind.upper(), **requested)
     elif kind == "dpo":
-        types = asked.pop("loss_type", ["sigmoid"])
+        types = requested.pop("loss_type", ["sigmoid"])
         types = [types] if isinstance(types, str) else types
-        loss, logged = dpo_loss(batch, loss_type=types, **{"loss_weights": None} | asked)
+        loss, logged = dpo_loss(batch, loss_type=types, **{"loss_weights": None} | requested)
     elif kind == "kto":
-        loss, logged = kto_loss(batch, **asked)
+        loss, logged = kto_loss(batch, **requested)
     else:
-        loss, logged = sft_loss(batch, tokens, **asked)
+        loss, logged = sft_loss(batch, tokens, **requested)
     [gradient] = torch.autograd.grad(loss, batch["per_token_logps"])
     return {"loss": loss.detach(), "gradient": gradient, "logged": logged}

@@ -22,9 +22,9 @@ def js(*objects):
     return json.dumps([{"bbox_2d": box, "label": label} for box, label in objects])
 
 
-def earned(said, *true, size=(100, 100), extent=(100, 100), names=NAMES):
+def earned(message, *true, size=(100, 100), extent=(100, 100), names=NAMES):
     given = {"solution": [js(*true)], "image_sizes": [size], "answer_extents": [extent]}
-    return tuple(score_texts(names, [said], given, "whole")[0].tolist())
+    return tuple(score_texts(names, [message], given, "whole")[0].tolist())
 
 
 ALL = (1, 1, 1)
@@ -49,14 +49,14 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
 ]
 
 
-@pytest.mark.parametrize(("said", "true", "expected"), ROWS)
-def test_by_hand(said, true, expected, scipy):
-    assert earned(said, *true) == pytest.approx(expected, abs=1e-6)
+@pytest.mark.parametrize(("message", "true", "expected"), ROWS)
+def test_by_hand(message, true, expected, scipy):
+    assert earned(message, *true) == pytest.approx(expected, abs=1e-6)
 
 
 def test_boxes_are_compared_in_pixels_of_the_file():
-    said = js(([0, 0, 10, 5], "cat"))
-    assert earned(said, ([0, 0, 40, 30], "cat"), size=(400, 300), extent=(100, 50)) == ALL
+    message = js(([0, 0, 10, 5], "cat"))
+    assert earned(message, ([0, 0, 40, 30], "cat"), size=(400, 300), extent=(100, 50)) == ALL
 
 
 def test_average_precision_is_that_of_coco():
@@ -67,10 +67,10 @@ def test_average_precision_is_that_of_coco():
         hits[rng.integers(8)] = True
         true = [([10 * i, 0, 10 * i + 8, 8], "cat") for i in range(hits.sum())]
         waiting = iter(true)
-        said = [next(waiting) if hit else ([0, 50, 5, 55], "cat") for hit in hits]
+        message = [next(waiting) if hit else ([0, 50, 5, 55], "cat") for hit in hits]
         precision, recall = hits.cumsum() / np.arange(1, 9), hits.cumsum() / hits.sum()
         expected = np.mean([precision[recall >= level / 100 - 1e-9].max() for level in range(101)])
-        assert earned(js(*said), *true)[1] == pytest.approx(expected, abs=1e-6)
+        assert earned(js(*message), *true)[1] == pytest.approx(expected, abs=1e-6)
 
 
 def test_weights_of_the_sum():

@@ -22,7 +22,7 @@ PNG = file.getvalue()
 def answering(answer):
     """Serve answer(path), which need not be HTTP, and close the connection; yield the address and requested paths."""
     listener = socket.create_server(("127.0.0.1", 0))
-    asked = []
+    requested = []
 
     def work():
         while True:
@@ -31,11 +31,11 @@ def answering(answer):
             except OSError:
                 return  # the listener was closed
             with connection:
-                asked.append(connection.recv(2**16).split()[1].decode())
-                connection.sendall(answer(asked[-1]))
+                requested.append(connection.recv(2**16).split()[1].decode())
+                connection.sendall(answer(requested[-1]))
 
     Thread(target=work, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", requested
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
 
@@ -51,7 +51,7 @@ def png(path):
 
 
 def test_rows_name_files_afterwards_and_nothing_is_asked_twice(tmp_path, capsys):
-    with answering(png) as (url, asked):
+    with answering(png) as (url, requested):
         turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.jpg?x=1"}}]}
         rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?\u2028\x85"}, {"prompt": [turn]}]
         rows += [{"image": f"{url}/{name}.png"} for name in ("missing", "cut")] + [{"image": "there.png"}]
@@ -65,7 +65,7 @@ def test_rows_name_files_afterwards_and_nothing_is_asked_twice(tmp_path, capsys)
     assert last == rows[-1] and first["problem"] == rows[0]["problem"]
     for path in (first["image"], second["prompt"][0]["content"][0]["image_url"]["url"]):
         assert (tmp_path / path).read_bytes() == PNG
-    assert asked == ["/a.png", "/b.jpg?x=1", *["/missing.png", "/cut.png"] * 2]
+    assert requested == ["/a.png", "/b.jpg?x=1", *["/missing.png", "/cut.png"] * 2]
 
 
 HOSTILE = {
@@ -102,12 +102,12 @@ def test_no_line_ends_the_download(tmp_path, capsys, line):
     assert "rows.jsonl:1: left out (" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit, value, says", [
+@pytest.mark.parametrize("limit, value, expected", [
     ("LARGEST", 9, "over 9 bytes"), ("LONGEST", -1, "took over -1 seconds")
 ])  # fmt: skip
-def test_a_slow_or_large_download_ends(monkeypatch, limit, value, says):
+def test_a_slow_or_large_download_ends(monkeypatch, limit, value, expected):
     monkeypatch.setattr(download, limit, value)
-    with answering(png) as (url, _), pytest.raises(ValueError, match=says):
+    with answering(png) as (url, _), pytest.raises(ValueError, match=expected):
         download.read(f"{url}/a.png")
 
 
@@ -117,9 +117,9 @@ def test_a_video_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, says", [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
+    "arguments, expected", [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
 )
-def test_a_wrong_call_is_explained(arguments, says, capsys):
+def test_a_wrong_call_is_explained(arguments, expected, capsys):
     with pytest.raises(SystemExit):
         download.main(arguments)
-    assert says in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -12,16 +12,16 @@ from tests.helpers.score_texts import score_texts
 def test_cosine_equals_trl():
     rewards = pytest.importorskip("trl.rewards", reason="oracle missing: pip install trl==1.16.0")
     rng = random.Random(0)
-    said = [rng.choice("34") for _ in range(40)]
+    message = [rng.choice("34") for _ in range(40)]
     lengths = [rng.randrange(0, 150) for _ in range(40)]
     ids = [[0] * length for length in lengths]
     solution = ["3"] * 39 + [None]
     theirs = rewards.get_cosine_scaled_reward(100)(
-        [[{"content": rf"\boxed{{{text}}}"}] for text in said], [text or "" for text in solution], ids
+        [[{"content": rf"\boxed{{{text}}}"}] for text in message], [text or "" for text in solution], ids
     )
     columns = {"completion_ids": ids, "solution": solution}
     name = "recipes/lengths.py:cosine(max_length=100, reward='recipes/answers.py:number')"
-    ours = score_texts([name], said, columns, "whole")[:, 0].tolist()
+    ours = score_texts([name], message, columns, "whole")[:, 0].tolist()
     assert theirs[-1] is None and math.isnan(ours[-1])
     assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)
 

@@ -30,16 +30,16 @@ LONG = ["((1000)!)!", "{" * 290]
 
 def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
     """math-verify does not get texts that would fill the memory, and parses any other text under a time limit."""
-    asked, parse = {}, math_verify.parse
+    requested, parse = {}, math_verify.parse
 
     def spy(text, *rest, parsing_timeout, **options):
-        asked[text] = parsing_timeout
+        requested[text] = parsing_timeout
         return parse(text, *rest, parsing_timeout=parsing_timeout, **options)
 
     monkeypatch.setattr(math_verify, "parse", spy)
     assert not any(math(HUGE + LONG, ["2"] * 7))
-    assert not [text for text in asked for bomb in HUGE if bomb in text]
-    assert len(asked) == 1 + len(LONG) and set(asked.values()) == {SECONDS}
+    assert not [text for text in requested for bomb in HUGE if bomb in text]
+    assert len(requested) == 1 + len(LONG) and set(requested.values()) == {SECONDS}
 
 
 def test_a_solution_that_cannot_be_read_is_named(math_verify):

@@ -60,7 +60,7 @@ def test_against_math_verify(math_verify):
         if reward not in (NUMBER, MATH) or slow or len(answer) > 150:
             continue
         given = (solution, answer) if reward == NUMBER else (f"${solution}$", f"${answer.strip('$')}$")
-        true, said = map(math_verify.parse, given)
-        if true and said and math_verify.verify(true, said) != earned:
+        true, message = map(math_verify.parse, given)
+        if true and message and math_verify.verify(true, message) != earned:
             (missed if earned else taken).setdefault(solution, []).append(answer)
     assert (taken, missed) == (TAKEN, MISSED)

@@ -29,26 +29,26 @@ def rows(name, count=60):
 
 def parts_of(row):
     """Return the place of the stripes in the thought, the requested corner, the crop and the answer of a row."""
-    said, crop, answer = row.completion[0]["content"]
-    place, _, asked = said["text"].partition("<zoom>")
+    message, crop, answer = row.completion[0]["content"]
+    place, _, requested = message["text"].partition("<zoom>")
     place = place.removeprefix("<think>").removesuffix("</think>")
-    return place, asked.removesuffix("</zoom>"), crop["image"], answer["text"]
+    return place, requested.removesuffix("</zoom>"), crop["image"], answer["text"]
 
 
 @pytest.mark.parametrize(("name", "environment"), [("TASK", "Quarters"), ("LOST", "Lost"), ("BLIND", "Blind")])
 def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(name, environment):
     found = rows(name)
     for row in found:
-        place, asked, crop, answer = parts_of(row)
+        place, requested, crop, answer = parts_of(row)
         right, label = row.columns["corner"], row.columns["solution"]
         assert place == right and row.images[0].size == (32, 32)
         corners = TASK["CORNERS"]
-        given = corners[row.columns["lost_quarters"][corners.index(asked)]] if name == "LOST" else asked
+        given = corners[row.columns["lost_quarters"][corners.index(requested)]] if name == "LOST" else requested
         if name != "BLIND":
             assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
         tool = TASK[environment]()
         tool.reset(**row.columns)
-        assert tool.zoom(asked).tobytes() == crop.tobytes()
+        assert tool.zoom(requested).tobytes() == crop.tobytes()
     looks = [parts_of(row)[1] == row.columns["corner"] for row in found]
     assert 5 < sum(looks) < 25  # a quarter of 60 is 15
     assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")

@@ -18,13 +18,13 @@ ADVANTAGES = EXERCISES[9]
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 def test_the_function_of_minimal_passes_and_an_empty_body_does_not(exercise):
     body = solution(exercise)
-    says = check(exercise, file_text(exercise, body), "mine.py")
-    assert re.fullmatch(r"pass: \d results equal those of minimal.py", says)
+    expected = check(exercise, file_text(exercise, body), "mine.py")
+    assert re.fullmatch(r"pass: \d results equal those of minimal.py", expected)
     empty = file_text(exercise, empty_body(exercise))
     assert body.splitlines()[0] not in empty
     line = empty.splitlines().index(empty_body(exercise)) + 1
-    says = check(exercise, empty, "mine.py")
-    assert says == f"mine.py, line {line}: NotImplementedError: write the body of {exercise.name}"
+    expected = check(exercise, empty, "mine.py")
+    assert expected == f"mine.py, line {line}: NotImplementedError: write the body of {exercise.name}"
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_a_mistake_is_refused_and_named(exercise, mistake):
     old, new = exercise.mistakes[mistake]
     body = solution(exercise)
     assert old in body, "minimal.py has other lines now: write the mistake as an edit of these"
-    says = check(exercise, file_text(exercise, body.replace(old, new)), "mine.py")
-    assert says.startswith("not yet: ") and f"\n    perhaps {mistake}" in says
+    expected = check(exercise, file_text(exercise, body.replace(old, new)), "mine.py")
+    assert expected.startswith("not yet: ") and f"\n    perhaps {mistake}" in expected
 
 
-@pytest.mark.parametrize("body, says", [
+@pytest.mark.parametrize("body, expected", [
     ("return (", "mine.py, line 19: SyntaxError: '(' was never closed"),
     ("return rewards.average()", "mine.py, line 19: AttributeError: 'Tensor' object has no attribute 'average'"),
     ("rewards - rewards.mean()", "advantages is None, but Tensor is right"),
@@ -48,9 +48,9 @@ def test_a_mistake_is_refused_and_named(exercise, mistake):
     ("x = rewards.view(-1, num_generations)\n    x = (x - x.mean(1)[:, None]) / (x.std(1)[:, None] + 1e-4)\n"
      "    return x.view(-1)", "pass"),
 ])  # fmt: skip
-def test_other_answers_are_described(body, says):
-    said = check(ADVANTAGES, file_text(ADVANTAGES, f"    {body}"), "mine.py")
-    assert says in said and "perhaps" not in said
+def test_other_answers_are_described(body, expected):
+    message = check(ADVANTAGES, file_text(ADVANTAGES, f"    {body}"), "mine.py")
+    assert expected in message and "perhaps" not in message
 
 
 def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -79,14 +79,14 @@ def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
     assert printed.startswith("groups = rewards.view(-1, num_generations)\n") and printed.endswith(
         "return advantages.flatten()\n"
     )
-    for arguments, says in (
+    for arguments, expected in (
         (["10"], "File exists: exercise_10.py"),
         (["9", "--check"], "No such file or directory: exercise_9.py"),
         (["13"], "exercise 13 does not exist; choose a number from 1 to 12"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
-        assert says in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 def test_the_package_is_not_needed():

@@ -133,9 +133,9 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
     assert status == 0 and "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
     shutil.copy(ROOT / "minimal.py", tmp_path)  # the first notebook needs only minimal.py
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
-    said = "1 GPU of 80 GB, was cut off after 2 tokens, No problems were found, looks, grpo step 1 of 1"
-    said = [*said.split(", "), "right: start"]
-    assert status == 0 and [text for text in said if text not in out] == [], out
+    message = "1 GPU of 80 GB, was cut off after 2 tokens, No problems were found, looks, grpo step 1 of 1"
+    message = [*message.split(", "), "right: start"]
+    assert status == 0 and [text for text in message if text not in out] == [], out
 
 
 CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")

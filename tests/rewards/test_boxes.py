@@ -90,8 +90,8 @@ HACKS = {
 
 def test_red_team():
     found = score_texts(NAMES, list(HACKS), columns(count=len(HACKS)))
-    for said, earned in zip(HACKS, found.tolist(), strict=True):
-        assert tuple(earned) == approx(*HACKS[said]), said
+    for message, earned in zip(HACKS, found.tolist(), strict=True):
+        assert tuple(earned) == approx(*HACKS[message]), message
 
 
 # two true boxes of 40 x 40 and 20 x 20 pixels of the file
@@ -112,8 +112,8 @@ ANSWERS = {  # boxes of the answer, and their rewards
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_several_true_boxes(name, scipy):
-    said, expected = ANSWERS[name]
-    assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
+    message, expected = ANSWERS[name]
+    assert rewards(say(js(*message)), solution=TWO) == approx(*expected)
 
 
 @pytest.mark.parametrize("solution", [
@@ -130,18 +130,18 @@ def test_solutions_in_every_format(solution):
     ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, torch.tensor([40, 20, 80, 60]),
 ], ids=repr)  # fmt: skip
 def test_invalid_solutions_are_reported(solution):
-    said = f"solution {solution!r} is not a box; the solution must be [x1, y1, x2, y2]"
+    message = f"solution {solution!r} is not a box; the solution must be [x1, y1, x2, y2]"
     for name in ("iou", "acc_0_5"):
-        with pytest.raises(ValueError, match=f"^reward {name}, for the completion .*{re.escape(said)}"):
+        with pytest.raises(ValueError, match=f"^reward {name}, for the completion .*{re.escape(message)}"):
             score_texts([name], [say(RIGHT)], columns(solution))
 
 
 @pytest.mark.parametrize("solution", ["", "[]", [], "None", "<answer>no such object</answer>"])
 def test_rows_without_an_object(solution):
-    for said in ("[]", "None.", "no such object", "```json\n[]\n```"):
-        assert rewards(say(said), solution=solution) == ALL
-    for said in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
-        assert rewards(say(said), solution=solution)[:2] == (0, 0)
+    for message in ("[]", "None.", "no such object", "```json\n[]\n```"):
+        assert rewards(say(message), solution=solution) == ALL
+    for message in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
+        assert rewards(say(message), solution=solution)[:2] == (0, 0)
 
 
 def test_rewards_are_none_without_a_solution_or_size():

@@ -54,13 +54,13 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
     def brevity(completions, **columns):
         return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
 
-    def asked(prompts, completions, **columns):
+    def requested(prompts, completions, **columns):
         both = zip(prompts, completions, strict=True)
         return [len(p[-1]["content"]) + (c[-1]["role"] == "assistant") for p, c in both]
 
     published = theirs.accuracy_reward, theirs.reasoning_accuracy_reward, theirs.think_format_reward
     published += theirs.get_cosine_scaled_reward(9), theirs.get_soft_overlong_punishment(9, 4)
-    published += theirs.get_repetition_penalty_reward(2, -1.0), asked
+    published += theirs.get_repetition_penalty_reward(2, -1.0), requested
     row, ids = FileDataset(write_rows(FORMS[form]))[0], [[1] * n for n in (3, 9, 1, 7)]
     columns = {"solution": ["2"] * 4, "completion_ids": ids, "prompts": [turns("How many?")] * 4}
     expected = [one(completions=[turns("", text)[1:] for text in TEXTS], **columns) for one in published]
@@ -207,13 +207,13 @@ def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
     assert extras == [{}, *({"why": why} for why in reasons), {"why": {"half": 3}}]
 
 
-@pytest.mark.parametrize(("log", "says"), [
+@pytest.mark.parametrize(("log", "expected"), [
     (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
     (lambda log_metric, **_: log_metric("a", "1"), "a is '1', but it must be a finite number"),
     (lambda log_extra, **_: log_extra("a", [1, 2]), "a. has 2 values for 1 completion; give one value"),
 ])  # fmt: skip
-def test_invalid_logged_values_are_refused(monkeypatch, log, says):
-    with pytest.raises(ValueError, match=f"reward own, .*{says}"):
+def test_invalid_logged_values_are_refused(monkeypatch, log, expected):
+    with pytest.raises(ValueError, match=f"reward own, .*{expected}"):
         ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
 
 
@@ -293,13 +293,13 @@ def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
     assert not any(get_reward(name).receives_all for name in REWARDS)
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("Scorer", r"^reward .*mine\.py:Scorer is a class, but it must be a function or an object with __call__\. Write "
                r"`name = Scorer\(\)` in your file, and use that name$"),
     ("NUMBER", r"^reward .*mine\.py:NUMBER is 3, but it must be a function or an object with __call__$"),
     ("unusd", r"mine\.py defines no 'unusd'; did you mean unused\?$"),
 ])  # fmt: skip
-def test_what_is_no_function_is_refused(tmp_path, name, said):
+def test_what_is_no_function_is_refused(tmp_path, name, message):
     (tmp_path / "mine.py").write_text(OWN)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         get_reward(f"{tmp_path / 'mine.py'}:{name}")

@@ -84,9 +84,9 @@ def test_what_a_solution_means(solution, right, wrong):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
 def test_a_solution_that_no_answer_equals_is_refused(name, solution):
-    said = r"solution .* is an object or a list, which no answer can equal; write one text or number"
+    message = r"solution .* is an object or a list, which no answer can equal; write one text or number"
     for answer in ("cat", "14"):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             get_reward(name).function(answer_texts=[answer], solution=[solution])
 
 
@@ -139,7 +139,7 @@ ANSWERS = {
 
 def test_where_an_answer_is():
     places = ("tags", "whole", "last_line")
-    assert {said: tuple(find_answer(said, where) for where in places) for said in ANSWERS} == ANSWERS
+    assert {message: tuple(find_answer(message, where) for where in places) for message in ANSWERS} == ANSWERS
 
 
 # custom rewards

@@ -114,13 +114,13 @@ def open_case(case: Case, folder: Path) -> FileDataset:
         pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
     if "video" in str(case.rows) and ".mp4" in str(case.rows):
         pytest.importorskip("av", reason="extra missing: pip install av")
-    said, command = "", f"convert {FILES / case.file}"
+    message, command = "", f"convert {FILES / case.file}"
     if not case.converted:
         try:
             return FileDataset(FILES / case.file, REQUIRED[case.stage], **case.options)
         except ValueError as error:
-            said = str(error)
-            found = re.search("`minivlmrl (convert .*)`", said)
+            message = str(error)
+            found = re.search("`minivlmrl (convert .*)`", message)
             if not found:
                 raise
             command = found[1]
@@ -131,7 +131,7 @@ def open_case(case: Case, folder: Path) -> FileDataset:
         assert main([*shlex.split(command)[1:], f"--out={new}"]) == 0
         return FileDataset(new, REQUIRED[case.stage], image_root=FILES, **options)
     except ValueError as error:
-        raise ValueError(f"{said}\n{error}") from error
+        raise ValueError(f"{message}\n{error}") from error
 
 
 def check_prompt(prompt: Prompt, expected: dict, processor: Processor):

@@ -84,8 +84,8 @@ def test_a_file_that_cannot_be_imported_twice_has_no_trial(run, plain, write, mo
     monkeypatch.setattr(sys, "seen", True, raising=False)
     monkeypatch.delattr(sys, "seen")
     run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=1")
-    said = "the rewards were not tried, because a file cannot be imported twice: KeyError('registered twice')"
-    assert said in capsys.readouterr().out
+    message = "the rewards were not tried, because a file cannot be imported twice: KeyError('registered twice')"
+    assert message in capsys.readouterr().out
 
 
 def test_code_of_the_product_and_of_installed_packages_is_not_the_users(write, monkeypatch):

@@ -325,12 +325,12 @@ def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupt
     options, place, number, kept = ERRORS[name]
     no_others = "--checkpoint_minutes=1000"
     assert attempt(recipe, tmp_path, *options, no_others, die=place, number=number) == [1]
-    said = capfd.readouterr().err
+    message = capfd.readouterr().err
     if kept is None:
-        assert "no checkpoint was saved yet: start the run again" in said
+        assert "no checkpoint was saved yet: start the run again" in message
         assert not (tmp_path / "states").exists()
         return
-    assert f"states/{kept}: continue with --resume=auto" in said
+    assert f"states/{kept}: continue with --resume=auto" in message
     assert kept in states(tmp_path)
     assert attempt(recipe, tmp_path, *options, no_others, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
@@ -480,9 +480,9 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     harm(copy / "states" / "000003" / file)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
-    said = capsys.readouterr().out
-    assert "states/000003 is damaged and is ignored" in said and sentence in said
-    assert "resuming from" in said and "states/000002: 2 steps of grpo done" in said
+    message = capsys.readouterr().out
+    assert "states/000003 is damaged and is ignored" in message and sentence in message
+    assert "resuming from" in message and "states/000002: 2 steps of grpo done" in message
     assert states(copy) == ["000002"]
 
 
@@ -536,8 +536,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypat
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "save_tensors", full)
-        said = r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"
-        with pytest.raises(ValueError, match=said):
+        message = r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"
+        with pytest.raises(ValueError, match=message):
             resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert states(copy) == ["000002"]
     resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
@@ -627,9 +627,9 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     assert " and is now " not in capsys.readouterr().out
     options = ["--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
     resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1")
-    said = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05",
+    message = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05",
             "rewards.letters was 1.0 and is now 2.0"]  # fmt: skip
-    assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
+    assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == message
 
 
 def test_changed_code_is_reported(recipe, tmp_path, monkeypatch, capsys):

@@ -79,8 +79,8 @@ def end(home, lively, tmp_path, capfd):
             with pytest.raises(SystemExit) as ended:
                 run_rank(work)
             codes = [ended.value.code]
-        said = capfd.readouterr()
-        return codes, said.out + said.err
+        message = capfd.readouterr()
+        return codes, message.out + message.err
 
     return end
 
@@ -109,8 +109,8 @@ def states(tmp_path):
 @pytest.mark.parametrize("place", METHODS, ids=[f"{method} {number}" for method, number in METHODS])
 def test_a_callback_that_raises_ends_the_run_with_1(end, tmp_path, place):
     method, number = place
-    codes, said = end(Bad(method, number))
-    assert codes == [1] and "a bug of mine" in said
+    codes, message = end(Bad(method, number))
+    assert codes == [1] and "a bug of mine" in message
     steps = METHODS[place]
     assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
     assert end()[0] == [0]
@@ -122,19 +122,19 @@ def test_a_watcher_that_raises_ends_no_run(end, tmp_path):
         raise KeyError("a bug of the watcher")
 
     hooks = {method for method, _ in METHODS}
-    codes, said = end(*(type(f"Fails_{hook}", (Watcher,), {hook: fail})() for hook in sorted(hooks)))
+    codes, message = end(*(type(f"Fails_{hook}", (Watcher,), {hook: fail})() for hook in sorted(hooks)))
     assert codes == [0]
     for hook in hooks:
         line = f"Fails_{hook} failed and no longer watches this run: KeyError: 'a bug of the watcher'. The run"
-        assert said.count(line) == 1
+        assert message.count(line) == 1
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("place", "steps"), [("begin", None), ("step", 2), ("close", 3)])
 def test_a_tracker_that_raises_ends_the_run_with_1(end, tmp_path, place, steps):
     (tmp_path / "my_tracker.py").write_text(TRACKER.format(place=place))
-    codes, said = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
-    assert codes == [1] and "a bug of mine" in said
+    codes, message = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
+    assert codes == [1] and "a bug of mine" in message
     assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
 
 
@@ -150,11 +150,11 @@ def test_an_error_in_closing_does_not_replace_the_error_of_the_run(end, tmp_path
     first, code, sentence = FIRST[name]
     (tmp_path / "my_tracker.py").write_text(TRACKER.format(place="close"))
     tracker = f"--report_to=[{tmp_path}/my_tracker.py:tracker]"
-    codes, said = end(first, Bad("on_run_end", 1, RuntimeError("a second bug")), options=[tracker])
-    assert codes == [code] and sentence in said
-    assert "continue with --resume=auto" in said
+    codes, message = end(first, Bad("on_run_end", 1, RuntimeError("a second bug")), options=[tracker])
+    assert codes == [code] and sentence in message
+    assert "continue with --resume=auto" in message
     for failure in ("RuntimeError: a second bug", "KeyError: 'a bug of mine'"):
-        assert f"after the error that ended the run, closing failed: {failure}" in said
+        assert f"after the error that ended the run, closing failed: {failure}" in message
 
 
 @pytest.mark.parametrize("first", [None, Signal()])
@@ -163,14 +163,14 @@ def test_a_page_that_cannot_be_written_ends_no_run(end, tmp_path, monkeypatch, f
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write_page", full)
-    codes, said = end(*filter(None, [first]))
+    codes, message = end(*filter(None, [first]))
     assert codes == [75 if first else 0]
-    assert "report.html was not written: OSError: [Errno 28] No space left on device" in said
+    assert "report.html was not written: OSError: [Errno 28] No space left on device" in message
 
 
 @pytest.mark.parametrize(("method", "steps"), [("on_step_end", 2), ("on_run_end", 3)])
 def test_two_ranks_end_with_1_and_a_state(end, tmp_path, method, steps):
-    codes, said = end(Bad(method, {"on_step_end": 2, "on_run_end": 1}[method]), ranks=2)
-    assert codes == [1, 1] and "a bug of mine" in said
+    codes, message = end(Bad(method, {"on_step_end": 2, "on_run_end": 1}[method]), ranks=2)
+    assert codes == [1, 1] and "a bug of mine" in message
     assert states(tmp_path)[-1] == steps
     assert json.loads((tmp_path / "run" / "states" / f"{steps:06d}" / "run.json").read_text())["steps"] == steps

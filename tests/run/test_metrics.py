@@ -47,12 +47,12 @@ def begin(log, stage, steps, done=0, seconds=0.0):
 
 
 def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
-    said = []
+    message = []
     log = begin(open_log(tmp_path, steps=4), "grpo", 9, 4)
-    log.trackers = [lambda *arguments: said.append(arguments)]
+    log.trackers = [lambda *arguments: message.append(arguments)]
     log.step(4, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     log.evaluation("grpo", 5, {"eval/iou_greedy": 0.5}, 0.0)
-    assert log.end_stage() > 0 and said == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
+    assert log.end_stage() > 0 and message == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
     assert metrics(tmp_path) == [{"stage": "grpo", "step": 4, "reward": None, "loss": 1.5, "kl": None}]
     [timing] = metrics(tmp_path, "timings.jsonl")
     assert timing["step_time"] == timing["seconds"] > 0 and timing["peak_memory_gib"] > 0
@@ -113,8 +113,8 @@ def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, name, rest):
     state = tmp_path / "states" / "000002"
     log = open_log(tmp_path, num_log_lines={name: 2}, resumed=state)
     found = int(bool(rest))
-    said = f"{tmp_path / name} has only {found} of the 2 lines that it had when {state} was saved; the log continues"
-    assert capsys.readouterr().out.startswith(said)
+    message = f"{tmp_path / name} has only {found} of the 2 lines that it had when {state} was saved; the log continues"
+    assert capsys.readouterr().out.startswith(message)
     log.write(name, {"step": 2})
     assert [line["step"] for line in metrics(tmp_path, name)] == [0] * found + [2]
 
@@ -211,10 +211,10 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     options[-1] = options[-1].replace("CSV", f"{tmp_path}/my_tracker.py:csv(sign=';')")
     folder = run(*options)
     monkeypatch.delitem(sys.modules, "wandb")
-    first, *said, last = metrics(folder, "said.jsonl")
+    first, *message, last = metrics(folder, "said.jsonl")
     assert first[1]["project"] == "minivlmrl" and first[1]["name"] == "run" and first[1]["config"]["seed"] == 0
-    assert last == ["finish"] and [step for step, _ in said] == sorted(step for step, _ in said)
-    of_wandb = curves((name, step, value) for step, values in said for name, value in values.items())
+    assert last == ["finish"] and [step for step, _ in message] == sorted(step for step, _ in message)
+    of_wandb = curves((name, step, value) for step, values in message for name, value in values.items())
     lines = [line.split(";") for line in (folder / "said.csv").read_text().splitlines()]
     of_csv = curves((name, int(step), float(value)) for step, name, value in lines)
     for found in (of_tensorboard(folder), of_wandb, of_csv):
@@ -227,11 +227,11 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
 
 
-@pytest.mark.parametrize(("tracker", "says"), [
+@pytest.mark.parametrize(("tracker", "expected"), [
     ("FOLDER/my_tracker.py:csv(sing=1)", r"^report_to .*: there is no option 'sing'; the options are: sign"),
     ("tensorbord", "report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb'"),
 ])  # fmt: skip
-def test_a_wrong_tracker_is_named(run, tmp_path, tracker, says):
+def test_a_wrong_tracker_is_named(run, tmp_path, tracker, expected):
     (tmp_path / "my_tracker.py").write_text(TRACKER)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         run(f"--report_to={tracker.replace('FOLDER', str(tmp_path))}")

@@ -105,13 +105,13 @@ def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
     assert model.weight.item() == pytest.approx(first - 0.1 * (0.5 * 2.1 + 2.1 * first))
 
 
-@pytest.mark.parametrize(("name", "error", "says"), [
+@pytest.mark.parametrize(("name", "error", "expected"), [
     ("Keeping", ValueError, "optimizer.name FILE:Keeping: checkpoints cannot save .*`0/kept` is invalid"),
     ("nameless", ValueError, 'optimizer.name FILE:nameless: a parameter group is .*, but it must be a dict.* "lr"'),
     ("sgd(decay=1)", ValueError, r"optimizer.name FILE:sgd\(decay=1\): there is no option 'decay'; the options are: "),
 ])  # fmt: skip
-def test_invalid_custom_optimizers_are_refused(file, name, error, says):
-    with pytest.raises(error, match=says.replace("FILE", re.escape(str(file)))):
+def test_invalid_custom_optimizers_are_refused(file, name, error, expected):
+    with pytest.raises(error, match=expected.replace("FILE", re.escape(str(file)))):
         check_optimizer(OptimizerOptions(f"{file}:{name}"))
 
 

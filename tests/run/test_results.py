@@ -38,24 +38,24 @@ def results(home, tmp_path, monkeypatch):
     return results
 
 
-def trained(stage, max_steps=3, saved=None, **says):
+def trained(stage, max_steps=3, saved=None, **expected):
     """Return a stand-in trainer at the end of its stage; `says` are its evaluation metrics."""
     options = SimpleNamespace(max_steps=max_steps)
     mine = find_class(stage).trains_policy
-    return SimpleNamespace(stage=stage, trains_policy=mine, options=options, evaluate=lambda rows: says, save=saved)
+    return SimpleNamespace(stage=stage, trains_policy=mine, options=options, evaluate=lambda rows: expected, save=saved)
 
 
-@pytest.mark.parametrize(("trainer", "says"), [
+@pytest.mark.parametrize(("trainer", "expected"), [
     (None, "evaluation start: logits. Nothing has been trained yet, .* too large for float16; try --model.compute"),
     (trained("sft"), "evaluation start: logits. The training has probably diverged; try a lower learning rate"),
 ], ids=["before training", "after training"])  # fmt: skip
-def test_logits_that_are_not_finite_have_another_cure_before_training(results, monkeypatch, trainer, says):
+def test_logits_that_are_not_finite_have_another_cure_before_training(results, monkeypatch, trainer, expected):
     def fail(*_):
         raise FloatingPointError("logits")
 
     monkeypatch.setattr(file, "evaluate", fail)
     found = results("--model.dtype=float16", held_out=Shapes(4, "x"))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         found.measure("start", trainer)
 
 

@@ -28,11 +28,11 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
         for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.is_requested()
-    said = (
+    message = (
         "the run stops as soon as possible, and saves a checkpoint if a step is done; a reward or a tool may take "
         "10 more seconds; send the signal again to exit now"
     )
-    assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {said}\n" if rank == 0 else "")
+    assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {message}\n" if rank == 0 else "")
 
 
 def test_an_ignored_signal_stays_ignored():

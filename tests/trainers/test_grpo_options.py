@@ -298,7 +298,7 @@ RETURNED = {
                          r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* even if their rewards are equal"),
     },
 }  # fmt: skip
-SHAPES = [(option, name, says) for option, x in RETURNED.items() for name, (_, says) in x.items() if says]
+SHAPES = [(option, name, expected) for option, x in RETURNED.items() for name, (_, expected) in x.items() if expected]
 WRONG = [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
@@ -319,17 +319,17 @@ def own(tmp_path):
     return lambda option, name: f"--grpo.{option}={tmp_path / 'mine.py'}:{name}"
 
 
-@pytest.mark.parametrize(("option", "name", "says"), WRONG)
-def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, own, option, name, says):
-    with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{says}"):
+@pytest.mark.parametrize(("option", "name", "expected"), WRONG)
+def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, own, option, name, expected):
+    with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{expected}"):
         stage("grpo", own(option, name))
 
 
-@pytest.mark.parametrize(("option", "name", "says"), SHAPES)
-def test_what_a_function_returns_is_checked_at_the_first_step(stage, own, script, option, name, says):
+@pytest.mark.parametrize(("option", "name", "expected"), SHAPES)
+def test_what_a_function_returns_is_checked_at_the_first_step(stage, own, script, option, name, expected):
     script([0, 1, 2, 3, 3, 3])
     run = stage("grpo", own(option, name), "--grpo.num_generations=3", "--grpo.prompts_per_step=2")
-    with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{says}"):
+    with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{expected}"):
         run.go(1)
 
 
@@ -376,9 +376,9 @@ def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, 
 ])  # fmt: skip
 def test_options_for_which_a_custom_function_has_no_parameter_are_noted(stage, own, option, name, given, idle):
     trainer = stage("grpo", own(option, name), *(f"--grpo.{text}" for text in given.split())).trainer
-    said = f"the function grpo.{option} {getattr(trainer.options, option)} has no parameter of this name"
+    message = f"the function grpo.{option} {getattr(trainer.options, option)} has no parameter of this name"
     found = [(names, reason) for names, reason in options_without_effect(trainer.config, {"grpo": type(trainer)})]
-    assert [names for names, reason in found if reason == said] == [idle] * bool(idle)
+    assert [names for names, reason in found if reason == message] == [idle] * bool(idle)
 
 
 @pytest.mark.parametrize("name", ["same", "sequence"])

@@ -42,14 +42,14 @@ class Pairs(PairTrainer):
 def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
     """Rows 0, 3 and 4 have both answers; rank 1 repeats row 0, so that counts are equal, and ignores the result."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
-    asked = []
+    requested = []
 
     def margins(rows):
-        asked.extend(row.index for row in rows)
+        requested.extend(row.index for row in rows)
         return torch.tensor([1.0 if row.index == 0 else -1.0 for row in rows])
 
     found = Pairs(Rank(rank, 2, torch.device("cpu")), margins).evaluate(rows)
-    assert asked == seen
+    assert requested == seen
     assert found == {"eval/pair_accuracy": ((1 if rank == 0 else 0) + 1) / 3}
 
 
@@ -91,8 +91,8 @@ def test_only_assistant_turns_are_trained(stage, name):
         def __getitem__(self, index):
             row = super().__getitem__(index)
             for name in ("chosen", "rejected", "completion"):
-                said = getattr(row, name)
-                setattr(row, name, [assistant(said), user("what?"), assistant(said + "!")])
+                message = getattr(row, name)
+                setattr(row, name, [assistant(message), user("what?"), assistant(message + "!")])
             return row
 
     run = stage(name, rows=Turns(8, "rows"))

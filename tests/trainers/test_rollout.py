@@ -82,8 +82,8 @@ def test_values_logged_by_rewards_are_averaged_over_ranks():
     found = rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
     assert found == {"length": 2.0, "other": 5.0} and log.metrics == {}
     log.log_metric("reward", 1)
-    said = "log_metric was called with the name 'reward', which the trainer uses for a metric of its own"
-    with pytest.raises(ValueError, match=said):
+    message = "log_metric was called with the name 'reward', which the trainer uses for a metric of its own"
+    with pytest.raises(ValueError, match=message):
         rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
 
 

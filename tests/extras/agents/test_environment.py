@@ -158,8 +158,8 @@ def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, 
     image = PIL.Image.new("RGB", (30, 60))
     assert environment.reset(images=[image], problem="?") is None
     processor = Processor(None, ImageProcessor())
-    for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
-        [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, said, processor, Settings())
+    for name, message in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
+        [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, message, processor, Settings())
         assert shown["image"] is picture
     assert picture.size == (30, 60)  # rotated by 90 and by 270 degrees
     told = answer_call(tools_of(environment), "turn", "45", processor, Settings())

@@ -54,7 +54,7 @@ def name(it: str) -> str:
     return it
 
 
-@pytest.mark.parametrize(("tool", "said", "result"), [
+@pytest.mark.parametrize(("tool", "message", "result"), [
     ("look", "1", "1.0 here"),
     ("look", '2.5, "there"', "2.5 there"),
     ("name", '\na "cat", 3 ', 'a "cat", 3'),
@@ -64,8 +64,8 @@ def name(it: str) -> str:
     ("", PARAMETERS.format("look", "left", 1, "place", 2), "1.0 2"),
     ("", PARAMETERS.format("weigh", "at", "[1, 2]", "sure", "True"), "[1, 2] True"),
 ])  # fmt: skip
-def test_arguments(tool, said, result):
-    assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
+def test_arguments(tool, message, result):
+    assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, message) == result
 
 
 # (type hint, text in the call, argument of the tool)
@@ -93,7 +93,7 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     assert type(call({"tool": tool}, "", json.dumps(arguments))[0]) is type(value)
 
 
-@pytest.mark.parametrize(("tool", "said", "error"), [
+@pytest.mark.parametrize(("tool", "message", "error"), [
     ("look", "", "left is missing"),
     ("look", '1, "a", 3', "takes 2 argument"),
     ("look", '"far"', "left is 'far', but it must be of type float"),
@@ -108,9 +108,9 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     ("", '{"name": ["look"]}', "a tool call must have the form"),
     ("", "[" * 99999, "maximum recursion depth exceeded"),
 ])  # fmt: skip
-def test_invalid_calls_are_reported(tool, said, error):
+def test_invalid_calls_are_reported(tool, message, error):
     with pytest.raises(ValueError, match=error):
-        call({"look": look, "name": name}, tool, said)
+        call({"look": look, "name": name}, tool, message)
 
 
 def endless() -> str:
@@ -153,8 +153,8 @@ SAID = {
 def test_any_result_of_a_tool_becomes_text(name):
     tool, text = SAID[name]
     limits = Settings(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
-    [said], pictures, done = answer_call({"f": tool}, "f", "", PROCESSOR, limits)
-    assert said["text"] == text and pictures == []
+    [message], pictures, done = answer_call({"f": tool}, "f", "", PROCESSOR, limits)
+    assert message["text"] == text and pictures == []
     assert done is not text.startswith("error")
 
 

@@ -81,8 +81,8 @@ class Shown(Site):
         return sum(self.earned)
 
     def observe(self, rounds):
-        said, parts = rounds[-1]
-        return [user([*parts[1:], text(f"{len(rounds)} {said}")])]
+        message, parts = rounds[-1]
+        return [user([*parts[1:], text(f"{len(rounds)} {message}")])]
 
 
 def row(**columns):

@@ -83,8 +83,8 @@ def test_yaml_that_cannot_be_read_is_named(tmp_path, write_rows):
 
 def test_numbers_of_tags_and_items_must_be_equal(write_rows):
     path = write_rows({"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}})
-    said = r"rows\.jsonl:1: column 'objects' has 1 item in 'ref', but the texts contain <ref-object> 2 times"
-    with pytest.raises(ValueError, match=said):
+    message = r"rows\.jsonl:1: column 'objects' has 1 item in 'ref', but the texts contain <ref-object> 2 times"
+    with pytest.raises(ValueError, match=message):
         main([str(path)])
 
 
@@ -138,9 +138,9 @@ def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, 
 def test_what_has_no_place_is_named(write_rows, capsys):
     rows = [{"conversations": [TURNS[0] | {"id": "a"}, TURNS[1]], "id": i, "options": ["one", "two"]} for i in range(3)]
     main([str(write_rows(*rows))])
-    said = capsys.readouterr().err
-    assert "wrote 3 rows of the layout 'conversations' to" in said
-    assert "dropped: column 'options' (3 times)\ndropped: key 'id' of turns (3 times)\n" in said
+    message = capsys.readouterr().err
+    assert "wrote 3 rows of the layout 'conversations' to" in message
+    assert "dropped: column 'options' (3 times)\ndropped: key 'id' of turns (3 times)\n" in message
 
 
 def test_two_layouts_that_fit_are_asked_for(write_rows):
@@ -185,11 +185,11 @@ def test_rows_without_an_answer_are_counted(tmp_path, capsys, suffix):
 
 
 def test_rows_without_a_question_are_counted_beside_others(write_rows, capsys):
-    asked, shown = {"problem": "a", "solution": "b"}, {"problem": None, "solution": "b", "image": "red.png"}
-    for rows, said in (([asked, shown], True), ([shown, shown], False)):
+    requested, shown = {"problem": "a", "solution": "b"}, {"problem": None, "solution": "b", "image": "red.png"}
+    for rows, message in (([requested, shown], True), ([shown, shown], False)):
         assert main([str(write_rows(*rows))]) == 0
         expected = "1 of 2 rows have no question (problem, prompt or messages), for example "
-        assert (expected in capsys.readouterr().err) == said
+        assert (expected in capsys.readouterr().err) == message
 
 
 @pytest.mark.parametrize("answer", [

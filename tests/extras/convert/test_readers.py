@@ -274,12 +274,12 @@ def test_the_images_of_an_answer_that_is_dropped_are_dropped_too(read, tmp_path)
     assert read(row, to="verl")["images"] == [{"image": str(tmp_path / "cat.jpg")}]
 
 
-@pytest.mark.parametrize(("row", "project", "says"), [
+@pytest.mark.parametrize(("row", "project", "expected"), [
     ({"problem": "a", "video": ["cat.jpg", "cat.jpg"]}, "trl", "TRL reads no videos"),
     ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has an <image> or <video> tag that would"),
     ({"problem": "a", "chosen": "b", "rejected": "c"}, "verl", "verl needs a solution or a completion"),
     ({"problem": "a", "completion": "b", "label": False}, "verl", "verl's trainers read no pairs and no labels"),
 ])  # fmt: skip
-def test_rows_that_another_project_cannot_read_are_refused(read, row, project, says):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
+def test_rows_that_another_project_cannot_read_are_refused(read, row, project, expected):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{expected}"):
         read(row, to=project)

@@ -58,10 +58,10 @@ WRONG = {  # {fault: (text of the file, error message)}
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_table_is_named_and_leaves_no_file(tmp_path, name):
-    content, says = WRONG[name]
+    content, expected = WRONG[name]
     last = {"deep": "images", "twice": "images", "two columns": "image"}.get(name, "solution")
     (tmp_path / "rows.csv").write_text(f"image,problem,{last}\n{content}")
-    with pytest.raises(ValueError, match=r"rows\.csv" + says):
+    with pytest.raises(ValueError, match=r"rows\.csv" + expected):
         main([str(tmp_path / "rows.csv")])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -99,7 +99,7 @@ def test_folders_of_save_to_disk_are_rows(tmp_path):
         main([str(tmp_path / "two")])
 
 
-@pytest.mark.parametrize(("state", "says"), [
+@pytest.mark.parametrize(("state", "expected"), [
     ("{}", "_data_files must list files of this folder, but it is None"),
     ('{"_data_files": [3]}', "_data_files must list files of this folder"),
     ('{"_data_files": [{"filename": "../rows.arrow"}]}', "_data_files must list files of this folder"),
@@ -107,11 +107,11 @@ def test_folders_of_save_to_disk_are_rows(tmp_path):
     ('{"_data_files": [{"filename": "cut.arrow"}]}', "cut.arrow: the file cannot be read"),
     ("[", "the text is not valid JSON"),
 ])  # fmt: skip
-def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, state, says):
+def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, state, expected):
     pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     (tmp_path / "state.json").write_text(state)
     (tmp_path / "cut.arrow").write_bytes(b"ARROW1 and no more")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         main([str(tmp_path)])
 
 

@@ -139,7 +139,7 @@ LAYER = "model.language_model.layers.0.mlp.experts"
 SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has shape {}, but the 5 experts of config"
 
 
-@pytest.mark.parametrize(("model_type", "change", "says"), [
+@pytest.mark.parametrize(("model_type", "change", "expected"), [
     ("qwen3_vl_moe", {f"{LAYER}.down_proj": lambda x: x[:2]}, SAYS.format("down_proj", r"\(2, 64, 24\)")),
     ("qwen3_5_moe", {f"{LAYER}.gate_up_proj": lambda x: x.mT}, SAYS.format("gate_up_proj", r"\(5, 64, 48\)")),
     ("qwen3_5_moe", {f"{LAYER}.down_proj": lambda x: x[:, :, 1:]}, SAYS.format("down_proj", r"\(5, 64, 23\)")),
@@ -149,7 +149,7 @@ SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has s
         r"lack 5 of the model's \d+ tensors, for example .*experts\.0\.down_proj",
     ),
 ], ids=["half of them", "transposed once too often", "another size", "missing"])  # fmt: skip
-def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
+def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, expected):
     save_model(tmp_path / "saved", tiny.model(model_type=model_type), tiny.processor())
     file = tmp_path / "saved" / "model.safetensors"
     weights = load_file(file)
@@ -158,7 +158,7 @@ def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
         if changed is not None:
             weights[name] = changed(tensor).contiguous()
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=expected) as error:
         load_model(tmp_path / "saved")
     assert "\n" not in str(error.value)
 

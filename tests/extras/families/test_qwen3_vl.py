@@ -354,12 +354,12 @@ def test_options_for_videos_are_saved_and_read(options, size):
     assert again == written
 
 
-@pytest.mark.parametrize(("said", "needed"), [
+@pytest.mark.parametrize(("message", "needed"), [
     ({"fps": 0}, "options of the video: fps is 0.0, but it must be in"),
     ({"do_sample_frames": False}, "do_sample_frames is False, but it must be True for videos of this model"),
     ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, but it must be >= 1"),
 ])  # fmt: skip
-def test_unsupported_video_settings_are_refused(said, needed):
+def test_unsupported_video_settings_are_refused(message, needed):
     with pytest.raises(ValueError) as error:
-        FAMILY.read_videos(said, "FOLDER/file.json", read_images({}, ""))
+        FAMILY.read_videos(message, "FOLDER/file.json", read_images({}, ""))
     assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

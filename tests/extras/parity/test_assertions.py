@@ -31,17 +31,17 @@ def mean_of_means(parts):
 NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
 
 
-@pytest.mark.parametrize("rows, gradients, says", [
+@pytest.mark.parametrize("rows, gradients, expected", [
     (6, mean_of_means, "^{} .* the gradient of w differs"),
     (6, lambda parts: {"w": torch.zeros(2)}, "all gradients are zero"),
     (6, lambda parts: NAN, "the gradient of b differs from the gradient of the whole step by inf"),
     (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient either only"),
     (1, mean_over_tokens, "rows is 1, but at least 2 rows are needed"),
 ])  # fmt: skip
-def test_gradients_that_depend_on_the_split_or_are_invalid_fail(rows, gradients, says):
+def test_gradients_that_depend_on_the_split_or_are_invalid_fail(rows, gradients, expected):
     for check, parts in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
         check(mean_over_tokens, 6)
-        with pytest.raises(AssertionError, match=says.format(parts)):
+        with pytest.raises(AssertionError, match=expected.format(parts)):
             check(gradients, rows)
 
 

@@ -69,22 +69,22 @@ def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 
 
-@pytest.mark.parametrize("options, says", [
+@pytest.mark.parametrize("options, expected", [
     ({"top_k": 5, "top_p": 1.0, "min_p": None}, "top_k = 5, but"),
     ({"top_p": 0.9, "min_p": 0.1}, "top_p = 0.9 and min_p = 0.1, but"),
     ({"top_k": 0, "top_p": 1, "min_p": 0}, ""), ({"top_k": -1, "top_p": None}, ""), ({}, ""),
 ])  # fmt: skip
-def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_path, capsys):
+def test_a_step_with_filters_does_not_agree_without_a_note(options, expected, tmp_path, capsys):
     d = step()
     write(tmp_path, d.about | options, dict(d))
     assert main([str(tmp_path)]) == 0
-    assert (f"note: tokens were sampled with {says}" if says else "loss") in (out := capsys.readouterr().out)
-    assert ("note: " in out) == bool(says)
+    assert (f"note: tokens were sampled with {expected}" if expected else "loss") in (out := capsys.readouterr().out)
+    assert ("note: " in out) == bool(expected)
     assert main([str(tmp_path), "--json"]) == 0
-    assert [says in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(says)
+    assert [expected in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(expected)
 
 
-@pytest.mark.parametrize("name, change, says", [
+@pytest.mark.parametrize("name, change, expected", [
     # in rollout order, the two groups are rows 1, 3, 5 and rows 0, 2, 4
     ("advantages", in_order([2, 3, 4, 5, 0, 1]), "a row has the advantage of the next row in its group"),
     ("advantages", in_order([3, 4, 5, 0, 1, 2]), "a row has the advantage of the next micro-batch"),
@@ -94,9 +94,9 @@ def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_pa
      "an old log-probability is taken from the previous row in its micro-batch"),
     ("logps", lambda x: x.roll(1, 1), "a log-probability is taken from the previous token in its row"),
 ])  # fmt: skip
-def test_a_value_from_another_row_or_token_is_named(name, change, says):
+def test_a_value_from_another_row_or_token_is_named(name, change, expected):
     [found, *_] = explained("loss", step(changes={name: change}))
-    assert found.says == says and found.error < 1e-12
+    assert found.says == expected and found.error < 1e-12
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_two_mistakes_of_one_stage_are_named_together():
     names = [cause.says for cause in found[:4]]
     assert found and all(cause.parts == 2 for cause in found)
     both = "an advantage is replaced by its absolute value", "the previous token in its row"
-    assert any(all(says in name for says in both) for name in names), names
+    assert any(all(expected in name for expected in both) for name in names), names
 
 
 def test_the_report_says_when_too_few_numbers_differ():
@@ -224,7 +224,7 @@ ONE = torch.ones(1, 1)
 ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
 
 
-@pytest.mark.parametrize("tensors, about, says", [
+@pytest.mark.parametrize("tensors, about, expected", [
     ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
     ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 row,"),
@@ -239,7 +239,7 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
-def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
+def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW)
     if tensors is None:
         (tmp_path / "step.safetensors").unlink()
@@ -247,18 +247,18 @@ def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
         kept = {name: x for name, x in (ONE_ROW | tensors).items() if x is not None}
         save_file(kept, tmp_path / "step.safetensors")
         (tmp_path / "step.json").write_text(json.dumps({"kind": "sft"} | about))
-    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step: .*{says}"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step: .*{expected}"):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("tensors, about, says", [
+@pytest.mark.parametrize("tensors, about, expected", [
     ({}, {"schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, r"'schedule' .* \(KeyError: 'type'\)"),
     ({"row": torch.zeros(1), "rollout_advantages": torch.ones(1), "advantages": torch.ones(1)}, {},
      r"'rows' .* \(IndexError: tensors used as indices must be"),
 ])  # fmt: skip
-def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, says, tmp_path):
+def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, expected, tmp_path):
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)
-    with pytest.raises(ValueError, match=f"the stage {says}.* with docs/notes/step_format.md"):
+    with pytest.raises(ValueError, match=f"the stage {expected}.* with docs/notes/step_format.md"):
         main([str(tmp_path)])
 
 
@@ -378,7 +378,7 @@ def test_a_factor_lists_each_count_that_explains_it():
     assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
-@pytest.mark.parametrize("lengths, factor, says", [
+@pytest.mark.parametrize("lengths, factor, expected", [
     # 4 / 3 is 16 counted tokens over a max_completion_length of 12, and 12 over 9 completions of a group
     ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 tokens of max_completion_length",
                                    "or the 12 tokens of max_completion_length over the 9 completions of a group"]),
@@ -387,7 +387,7 @@ def test_a_factor_lists_each_count_that_explains_it():
     # a learning rate or a temperature cannot multiply a loss
     pytest.param((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_factor_is_named_by_the_simplest_counts_that_can_act(lengths, factor, says):
+def test_a_factor_is_named_by_the_simplest_counts_that_can_act(lengths, factor, expected):
     d = step(lengths, factor=factor)
     d.about |= {
         "max_completion_length": 12,
@@ -396,8 +396,8 @@ def test_a_factor_is_named_by_the_simplest_counts_that_can_act(lengths, factor, 
         "optimizer": {"learning_rate": 1.0},
     }
     d.about["schedule"] = {"learning_rate": 0.7, "rates": [0.7]}
-    said = explained("loss", d)[-1].says
-    assert all(text in said for text in says) and ("0.7" not in said or said == says[0])
+    message = explained("loss", d)[-1].says
+    assert all(text in message for text in expected) and ("0.7" not in message or message == expected[0])
     rates = "the learning rate of the previous step divided by the current one or the largest learning rate divided by"
     assert rates in module.known_numbers(d, "after.weight")[0.7]
     assert module.known_numbers(d, "per_token_logps")[0.7] == ": the temperature"

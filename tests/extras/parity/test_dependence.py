@@ -112,8 +112,8 @@ def test_healthy_forwards_have_no_fault(document, make):
 
 def test_padding_on_the_left_of_eager_attention():
     """In float64, eager attention of transformers is NaN at padding, and then everywhere in the row."""
-    [says] = depends(padded(text_model("eager"), PADDED_LEFT), ids_like(PADDED_LEFT), PADDED_LEFT)
-    assert says == "a log-probability is not finite (4 times; first: token 3 of row 1)"
+    [expected] = depends(padded(text_model("eager"), PADDED_LEFT), ids_like(PADDED_LEFT), PADDED_LEFT)
+    assert expected == "a log-probability is not finite (4 times; first: token 3 of row 1)"
     single = padded(text_model("eager").float(), PADDED_LEFT)
     assert depends(single, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=VOCABULARY, tolerance=1e-4) == []
 
@@ -170,9 +170,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_named(fault):
-    document, forward, says = FAULTS[fault]
+    document, forward, expected = FAULTS[fault]
     sentences = depends(forward(text_model()), ids_like(document), document, vocabulary=VOCABULARY)
-    assert any(sentence.startswith(says) for sentence in sentences), sentences
+    assert any(sentence.startswith(expected) for sentence in sentences), sentences
 
 
 UNUSED = "an image moves no later token of its document"
@@ -220,7 +220,7 @@ def test_planted_faults_of_images_are_named(model_type, tmp_path, monkeypatch, o
                 patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
                 verdict = "" if model_type == "qwen3_vl" else verdict  # deeper layers also see images
             found = sentences(trainer(theirs, **options), only_images=True)
-            assert any(says.startswith(verdict) for says in found) if verdict else not found, (fault, found)
+            assert any(expected.startswith(verdict) for expected in found) if verdict else not found, (fault, found)
 
 
 def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
@@ -238,8 +238,10 @@ def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
 
     size = grpo_trainer.model.config.text_config.vocab_size
     assert depends(logps, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4) == []
-    [says] = depends(without_padding, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4)
-    assert says.startswith("padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3 of row 1)")
+    [expected] = depends(without_padding, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4)
+    assert expected.startswith(
+        "padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3 of row 1)"
+    )
 
 
 def test_depends_refuses_wrong_shapes():

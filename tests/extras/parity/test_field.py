@@ -112,7 +112,7 @@ def letters() -> dict[str, str]:
     """Return the letter of each finding, as in the page's second table; only mistakes and laws are called so there."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     explained = [row for row in rows if len(row) == 2 and len(row[0]) == 1]
-    return {says: letter for letter, text in explained for says in text.split("; ")}
+    return {expected: letter for letter, text in explained for expected in text.split("; ")}
 
 
 def recorded_losses(name: str) -> dict[str, tuple[str, str]]:
@@ -120,7 +120,7 @@ def recorded_losses(name: str) -> dict[str, tuple[str, str]]:
     section = f"\n{RECORDED}".split(f"\n### {name}\n")[1].split("\n### ")[0]
     assert f"{PROJECTS[name].source}, {PROJECTS[name].tried}; adapter " in section
     rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\| (?!loss )", line)]
-    return {loss.strip(): (says.strip(), broken.strip()) for loss, _, says, _, broken in rows}
+    return {loss.strip(): (expected.strip(), broken.strip()) for loss, _, expected, _, broken in rows}
 
 
 @pytest.mark.parametrize("name", PROJECTS)
@@ -131,13 +131,13 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
     """
     of_letters = letters()
     found = {}
-    for loss, (says, broken) in recorded_losses(name).items():
-        if says in ("agrees", "no name"):
+    for loss, (expected, broken) in recorded_losses(name).items():
+        if expected in ("agrees", "no name"):
             laws = [law.split(". Smallest batch")[0] for law in re.split("(?:^|; )broken: ", broken) if law]
             parts = [f"broken law: {law}" for law in laws]
         else:
-            parts = [part.removeprefix("design: ") for part in re.split("; (?=design|mistake)", says)]
-        cells = ["agrees"] * (says == "agrees") + [of_letters[part] for part in parts]
+            parts = [part.removeprefix("design: ") for part in re.split("; (?=design|mistake)", expected)]
+        cells = ["agrees"] * (expected == "agrees") + [of_letters[part] for part in parts]
         assert cells, f"{name}, {loss}: neither the comparison nor a law says what is wrong"
         found[loss] = ", ".join(cells)
     project = PROJECTS[name]

@@ -117,13 +117,13 @@ def test_options_of_a_loss_are_refused_for_a_step(option, capsys):
 
 
 def test_the_command_refuses_half_a_target_and_json_of_a_loss(capsys):
-    for words, says in (
+    for words, expected in (
         (["my_loss.py:my_loss", "--json"], "--json prints the report about a recorded step"),
         (["my_loss.py"], "my_loss.py is a file; also name its function: my_loss.py:FUNCTION"),
     ):
         with pytest.raises(SystemExit):
             main(words)
-        assert says in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 def test_the_tolerance_of_the_command(tmp_path, capsys):

@@ -168,8 +168,8 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_laws_say_what_has_no_name(name):
     loss, options, beginnings = SAID[name]
-    says = [text for text in examine(loss, **options).sentences("broken") if "micro-batches" not in text]
-    assert [text[: len(begin)] for text, begin in zip(says, beginnings, strict=True)] == beginnings, says
+    expected = [text for text in examine(loss, **options).sentences("broken") if "micro-batches" not in text]
+    assert [text[: len(begin)] for text, begin in zip(expected, beginnings, strict=True)] == beginnings, expected
 
 
 def test_a_constant_of_ones_own_is_no_mistake_of_dr_grpo():
@@ -244,9 +244,9 @@ def losses_with_notes():
     yield changed(terms=lambda q: q.term + q.beta * q.kl * q.mask.sum(1, keepdim=True)), "the KL has another average"
 
 
-@pytest.mark.parametrize(("loss", "says"), losses_with_notes())
-def test_designs_of_projects_are_notes(loss, says):
-    assert says in notes(loss)
+@pytest.mark.parametrize(("loss", "expected"), losses_with_notes())
+def test_designs_of_projects_are_notes(loss, expected):
+    assert expected in notes(loss)
 
 
 def test_a_named_loss_type_is_a_law():
@@ -270,9 +270,9 @@ def test_label_smoothing_without_an_effect_is_not_tested():
     def unused(batch, options):
         return 0 * options["label_smoothing"] + dpo(batch, options | {"label_smoothing": 0.0})
 
-    says = "not tested: label smoothing, because label_smoothing changes nothing, although the loss reads it"
-    assert says in str(examine(unused, kind="dpo", loss_type="sigmoid"))
-    assert str(judge(unused, kind="dpo", loss_type="sigmoid")).splitlines()[1:] == [says]
+    expected = "not tested: label smoothing, because label_smoothing changes nothing, although the loss reads it"
+    assert expected in str(examine(unused, kind="dpo", loss_type="sigmoid"))
+    assert str(judge(unused, kind="dpo", loss_type="sigmoid")).splitlines()[1:] == [expected]
 
 
 def test_an_ipo_loss_is_recognized():
@@ -293,15 +293,15 @@ def test_a_loss_with_one_bound_has_no_sentence_about_the_other():
         smaller, larger = torch.min(q.ratio * q.advantages, clipped), torch.max(q.ratio * q.advantages, clipped)
         return -smaller.where(q.advantages > 0, larger)
 
-    says = examine(changed(term=loss)).sentences("broken")
-    assert says and all(text.startswith("A < 0: ") for text in says)
+    expected = examine(changed(term=loss)).sentences("broken")
+    assert expected and all(text.startswith("A < 0: ") for text in expected)
 
 
 def test_rounding_and_a_detached_kl_are_found():
     rounded = changed(ratio=lambda q: q.log_ratio.bfloat16().exp().double())
     assert "the_ratio_acts_within_its_bounds" in examine(rounded).broken_laws()
-    [says] = examine(changed(kl=lambda q: k3(q.ref - q.logps).detach())).sentences("broken")
-    assert says.startswith("the KL has no gradient, but only a value")
+    [expected] = examine(changed(kl=lambda q: k3(q.ref - q.logps).detach())).sentences("broken")
+    assert expected.startswith("the KL has no gradient, but only a value")
     assert "not tested: the KL, because beta changes nothing" in str(examine(changed(beta=lambda q: 0)))
 
 

@@ -128,24 +128,24 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     assert check(usual, whole_step=True, **DAPO) == 23
 
 
-@pytest.mark.parametrize("only, says", [
+@pytest.mark.parametrize("only, phrase", [
     ({"kind": "ppo"}, r"no recorded case has all .* together; .*.*'kind': \['grpo', 'dpo', 'sft'\]"),
     ({"loss_type": "gspo"}, r"no recorded case has all .* together; .*.*'loss_type': \['grpo', 'bnpo', 'dr_grpo', "),
     ({"beta": 3}, r"no recorded case has all .* together; .*.*'beta': \['0.0', '0.1'\]"),
     ({"color": 1}, "no recorded case has the option 'color'; the options are beta, .*whole_step$"),
     ({"epsilon": 1}, "option 'epsilon'; the options are beta, .*; TRL's epsilon is epsilon_low and epsilon_high$"),
 ])  # fmt: skip
-def test_a_check_of_no_case_lists_what_there_is(only, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_check_of_no_case_lists_what_there_is(only, phrase):
+    with pytest.raises(ValueError, match=phrase):
         check(my_loss, **only)
 
 
-@pytest.mark.parametrize("loss, says", [
+@pytest.mark.parametrize("loss, phrase", [
     (lambda batch, options: batch["mask"], r"my_loss returned tensor.* a tensor of shape \(\)"),
     (lambda logps, advantages, mask, *, normalizer, **others: (logps.sum(1), {}), r"my_loss returned .* shape \(\)"),
 ], ids=["for parity", "for a recipe"])  # fmt: skip
-def test_what_a_loss_must_return_is_said(loss, says):
-    with pytest.raises(ValueError, match=f"(?s){says}"):
+def test_what_a_loss_must_return_is_said(loss, phrase):
+    with pytest.raises(ValueError, match=f"(?s){phrase}"):
         check(loss)
 
 
@@ -495,10 +495,10 @@ QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMED | UNSEEN
 ])  # fmt: skip
 def test_a_mistake_or_a_design_is_named(name):
-    loss, only, says = (NAMED | UNSEEN)[name]
+    loss, only, phrase = (NAMED | UNSEEN)[name]
     verdict = judge(loss, seconds=math.inf, **only)
     found = [line for line in verdict.names if line.startswith(("mistake", "design", "  or"))]
-    expected = [text for text in re.split("; (?!and )", says) if text]
+    expected = [text for text in re.split("; (?!and )", phrase) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
 
@@ -507,17 +507,17 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
     def loss(batch, options):
         return usual(batch, options).sin() + 1e-3 * batch["per_token_logps"].sum()
 
-    says = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
+    phrase = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
     unfinished, closest, last = judge(loss, seconds=0.5).names
-    assert unfinished.startswith("unfinished: the search ended") and closest.startswith(says) and last == hint
+    assert unfinished.startswith("unfinished: the search ended") and closest.startswith(phrase) and last == hint
     verdict = judge(loss, seconds=0.5, **PLAIN)
     assert len(verdict.names) == 1
     assert verdict.broken and str(verdict).splitlines()[-1] == f"broken law: {verdict.broken[-1]}"
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
     right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
-    says = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
-    assert right_for_one.names == [says]
+    phrase = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
+    assert right_for_one.names == [phrase]
     swapped = judge(dpo_of(lambda z, _: -z), kind="dpo", seconds=math.inf).names
     assert swapped[0].startswith("mistake: the rejected answer is preferred")
 
@@ -541,8 +541,8 @@ def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
 
 
 def test_nan_is_shown():
-    [says] = judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).broken
-    assert says.startswith("the loss or its gradient is not a number. Smallest batch: mask [[1]]")
+    [phrase] = judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).broken
+    assert phrase.startswith("the loss or its gradient is not a number. Smallest batch: mask [[1]]")
 
 
 def test_numbers_are_shown_if_no_law_is_broken():
@@ -587,17 +587,17 @@ def cispo_with_a_gradient(q):
     return -q.ratio.clamp(max=q.high) * q.advantages * q.logps
 
 
-@pytest.mark.parametrize("loss, only, says", [
+@pytest.mark.parametrize("loss, only, phrase", [
     (smoothed, DPO, "broken law: label_smoothing acts in a wrong way"),
     (changed(term=cispo_with_a_gradient), PLAIN | {"loss_type": "cispo", "whole_step": True},
         "broken law: a token is not pushed in the direction of its advantage"),
 ], ids=["label smoothing", "CISPO"])  # fmt: skip
-def test_a_law_finds_what_the_recorded_cases_cannot_show(loss, only, says):
+def test_a_law_finds_what_the_recorded_cases_cannot_show(loss, only, phrase):
     """In recorded cases, DPO has no label smoothing, and most of CISPO's weights are clamped."""
     verdict = judge(loss, **only)
     head, *lines = str(verdict).splitlines()
-    assert "cases agree with TRL" in head and lines[0].startswith(says) and not verdict.agrees
-    with pytest.raises(AssertionError, match=says):
+    assert "cases agree with TRL" in head and lines[0].startswith(phrase) and not verdict.agrees
+    with pytest.raises(AssertionError, match=phrase):
         check(loss, **only)
 
 
@@ -622,12 +622,12 @@ def test_a_loss_that_ignores_what_it_reads_is_a_mistake():
 
         return alone
 
-    for loss, missing, says in (
+    for loss, missing, phrase in (
         (one_epsilon, "epsilon_high", "ratios are clipped with epsilon_low on both sides"),
         (without_old, "old_per_token_logps", "the ratio is 1 because old log-probabilities equal the current ones"),
     ):
-        assert judge(loss, **PLAIN).names[0] == f"mistake: {says}"
-        assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {says}"
+        assert judge(loss, **PLAIN).names[0] == f"mistake: {phrase}"
+        assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {phrase}"
 
 
 def test_a_loss_for_a_recipe_may_have_few_parameters():
@@ -708,8 +708,8 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 
     for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
         *_, (_, options, batch, value, gradient) = cases(**only)
-        says = what_trl_says(batch, options)
-        assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
+        phrase = what_trl_says(batch, options)
+        assert distance(phrase["loss"], value) < 1e-12 and distance(phrase["gradient"], gradient) < 1e-12
 
 
 def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():

@@ -74,8 +74,8 @@ def test_the_page_describes_all_options_and_counts():
     for options in RECORDED["cases"].values():
         counts[options["kind"]] += 1
         assert all(re.search(rf"(?m)^\| [\w, ]*\b{name}\b[\w, ]* \|", PAGE) for name in options)
-    says = f"grpo ({counts['grpo']} cases), dpo ({counts['dpo']}) or sft ({counts['sft']})"
-    assert says in PAGE and f"contains {sum(counts.values())} losses" in PAGE
+    expected = f"grpo ({counts['grpo']} cases), dpo ({counts['dpo']}) or sft ({counts['sft']})"
+    assert expected in PAGE and f"contains {sum(counts.values())} losses" in PAGE
     assert f"This is version {RECORDED['version']}." in PAGE and f"TRL {RECORDED['trl']}" in PAGE
     reader = (vectors.FOLDER / "__init__.py").read_text()
     assert f"a reader of {len(reader.splitlines())} lines" in PAGE
