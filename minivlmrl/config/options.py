@@ -7,7 +7,7 @@ write yourself declares its options in its own file.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from minivlmrl.config.types import (
     LAYERS,
@@ -547,6 +547,14 @@ class RunConfig:
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
+            )
+
+    if not TYPE_CHECKING:  # because pyright must report unknown fields
+
+        def __getattr__(self, name: str):
+            raise AttributeError(
+                f"the recipe has no section {name!r}. A trainer's `options` are those of its stage (before: `config`), "
+                "and its `config` is the whole recipe (before: `run`)"
             )
 
     @property
