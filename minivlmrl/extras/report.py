@@ -28,7 +28,7 @@ from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import (
     EVALUATIONS,
     METRICS,
-    SPEED_EVERY,
+    SPEED_STEPS,
     TIMINGS,
     WARNINGS,
     MetricsLog,
@@ -146,7 +146,7 @@ def collect_run(folder: Path) -> dict:
     warnings = read_lines(folder / WARNINGS, WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1  # files count steps from 0, the page and the terminal from 1
-    last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
+    last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
         "config": config,

@@ -35,7 +35,8 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_EVERY = 10  # number of steps between two printed lines about speed and memory
+SPEED_STEPS = 10  # steps in the mean of a speed line
+MANY_STEPS = 50  # longer stages print every tenth step
 # {metric: function that combines the values of micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (its mean, number of tokens or answers that were averaged)}
@@ -107,7 +108,7 @@ class MetricsLog(ExitStack):
         self.last_seconds = seconds
         # Discard times before the first step, such as the time of the memory check.
         trainer.timer.take()
-        self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
+        self.timings = deque(maxlen=SPEED_STEPS)
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
@@ -150,8 +151,6 @@ class MetricsLog(ExitStack):
         if self.files:
             self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
             self.show(number, metrics, self.timings[-1]["step_time"])
-            if (number + 1) % SPEED_EVERY == 0:
-                self.bar.print(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         return metrics
 
     def write_step(self, number: int, metrics: dict, num_tokens: float, phases: dict[str, float]):
@@ -171,7 +170,7 @@ class MetricsLog(ExitStack):
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the progress bar; if stderr is not a terminal, print a line per step instead."""
+        """Advance the progress bar, or print lines if stderr is not a terminal."""
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
@@ -180,11 +179,12 @@ class MetricsLog(ExitStack):
         names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
         shown = dict(zip(names, shown.values(), strict=True))
         self.bar.update(values=dict(list(shown.items())[:3]))
-        print_every = 10 if "ipykernel" in sys.modules else 1  # because a notebook keeps all printed lines
-        if self.bar.hidden and (number % print_every == 0 or number + 1 == self.bar.total):
-            done = f"{self.name} {number + 1}/{self.bar.total}"
+        done, total = number + 1, self.bar.total
+        # a notebook keeps all printed lines
+        print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
+        if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             values = [f"{name}={value}" for name, value in shown.items()]
-            print(done, *values, f"{step_time:.2f} s", flush=True)
+            print(f"{self.name} {done}/{total}, training batch:", *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
         """Log an evaluation on held-out rows.
@@ -205,7 +205,9 @@ class MetricsLog(ExitStack):
         self.bar.print(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the stage's progress bar, and return how many seconds the stage has trained."""
+        """Close the progress bar, print the speed, and return the seconds of training."""
+        if self.timings:
+            self.bar.print(f"speed, {self.name}: {describe_speed(self.timings)}")
         self.bar.close()
         return self.seconds
 

@@ -80,6 +80,17 @@ def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
     )
 
 
+@pytest.mark.parametrize(("steps", "printed"), [(3, [1, 2, 3]), (51, [1, 10, 20, 30, 40, 50, 51])])
+def test_a_long_stage_prints_every_tenth_step_and_its_speed_once(tmp_path, capsys, steps, printed):
+    log = begin(open_log(tmp_path), "sft", steps)
+    for number in range(steps):
+        log.step(number, {"loss": 1.0}, STEP)
+    log.end_stage()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" loss=")[0] for line in lines[:-1]] == [f"sft {n}/{steps}, training batch:" for n in printed]
+    assert lines[-1].startswith("speed, sft: ") and len(metrics(tmp_path)) == steps
+
+
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     """A run that resumes in its own folder cuts its file in place."""
