@@ -148,6 +148,7 @@ class CheckpointManager:
         self.signals = signals
         self.callbacks = callbacks
         self.resumed = None  # checkpoint folder that the next stage loads
+        self.newer: list[Path] = []  # later checkpoints, which a run that has begun deletes
         self.saved_steps = 0  # optimizer steps at the last checkpoint
         self.saved_time = clock()  # time of the last checkpoint
         self.stage = ""  # the stage that has begun; see `restore`
@@ -239,9 +240,6 @@ class CheckpointManager:
             recipe |= {f"{MEDIA}{name}": stamp for name, stamp in stamped.items()}
         new_state = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
         state = self.select_checkpoint()
-        if self.world.is_main:
-            for leftover in self.folder.glob("*.partial"):  # from an interrupted save
-                shutil.rmtree(leftover)
         if state is None:
             return new_state
         num_begun = state.stage + 1
@@ -321,7 +319,7 @@ class CheckpointManager:
                 read_into(tensor, name, shards[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that the `resume` option selects, and delete all newer checkpoints of the run."""
+        """Read the checkpoint that the `resume` option selects."""
         resume = self.config.resume
         # On a shared file system, ranks may see different checkpoints, so all ranks use the list of rank 0.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
@@ -347,11 +345,14 @@ class CheckpointManager:
         # A run that continues from another run's checkpoint has no checkpoint in its own folder yet.
         if folders and state is not None:
             self.saved_steps = state.steps
-        if self.world.is_main:
-            for folder in folders:
-                if state is None or int(folder.name) > state.steps:
-                    remove_state(folder)
+        self.newer = [folder for folder in folders if state is None or int(folder.name) > state.steps]
         return state
+
+    def delete_newer(self):
+        """Delete checkpoints after the one that was resumed, and parts of interrupted ones."""
+        if self.world.is_main:
+            for folder in (*self.newer, *self.folder.glob("*.partial")):
+                remove_state(folder)
 
     def read(self, folder: Path) -> TrainerState | None:
         """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None.

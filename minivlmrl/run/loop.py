@@ -1,12 +1,14 @@
 """The training loop.
 
-run_training starts a run and calls train_stage for each stage; train_stage calls optimizer_step for each step.
+run_training starts a run, train_stages calls train_stage for each stage, and train_stage calls optimizer_step for each
+step.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
 from torch.optim import Optimizer
 
@@ -69,32 +71,66 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with (
-            MetricsLog(config, world, state, checkpoints.resumed) as log,
+            MetricsLog(config, world, state) as log,
             checkpoints.saved_on_error(state, log),
             notify_on_error(callbacks),
         ):
             results = Results(config, model, processor, log, datasets.get("eval"), state, callbacks)
-            for callback in callbacks:
-                callback.on_run_begin(config, log)
-                log.callback(callback.on_run_end)  # called even after an error or a signal
-            world.barrier("begin its trackers and callbacks")
-
-            # stages
-            trainer = None
-            if checkpoints.resumed is None:
-                results.measure("start")
-            for number, stage in islice(enumerate(config.stage_names), state.stage, None):
-                if trainer is not None:
-                    results.save_stage(trainer)
-                steps_done = state.step if number == state.stage else 0
-                with error_phase("load"):  # including the reference and the optimizer's parameters
-                    trainer = trainers[stage](config, model, processor, world, steps_done)
-                if number > state.stage:  # after loading, so that no step is lost if memory runs out
-                    state.begin_stage(number)
-                train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
-            results.write(trainer)
+            train_stages(trainers, datasets, results, log, checkpoints, state, callbacks)
     process_group.shutdown(world)
     return signals.exit_code
+
+
+def train_stages(
+    trainers: dict[str, type[Trainer]],
+    datasets: dict[str, Dataset],
+    results: Results,
+    log: MetricsLog,
+    checkpoints: CheckpointManager,
+    state: TrainerState,
+    callbacks: Sequence[Callback],
+):
+    """Train the stages of a recipe, of a resumed run from the stage in which it stopped, and write the results."""
+    config = results.config
+    resumed = checkpoints.resumed
+    first = state.stage
+    trainer = None
+    if resumed is None:
+        replace_files(results, log, checkpoints, None, callbacks)
+        results.measure("start")
+    for number, stage in islice(enumerate(config.stage_names), first, None):
+        if trainer is not None:
+            results.save_stage(trainer)
+        steps_done = state.step if number == first else 0
+        with error_phase("load"):  # including the reference and the optimizer's parameters
+            trainer = trainers[stage](config, results.model, results.processor, log.world, steps_done)
+        if number > first:  # after loading, so that no step is lost if memory runs out
+            state.begin_stage(number)
+        state.check_rows(len(datasets[stage]))
+        optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
+        with error_phase("load"):
+            checkpoints.restore(trainer, optimizer)
+        if resumed is not None and number == first:
+            replace_files(results, log, checkpoints, resumed, callbacks)
+        train_stage(trainer, optimizer, datasets[stage], results, log, checkpoints, state, callbacks)
+    results.write(trainer)
+
+
+def replace_files(
+    results: Results,
+    log: MetricsLog,
+    checkpoints: CheckpointManager,
+    resumed: Path | None,
+    callbacks: Sequence[Callback],
+):
+    """Replace the files of an earlier run; an error before this call leaves them as they were."""
+    checkpoints.delete_newer()
+    log.open_files(resumed)
+    results.write_config()
+    for callback in callbacks:
+        callback.on_run_begin(results.config, log)
+        log.callback(callback.on_run_end)  # called even after an error or a signal
+    log.world.barrier("begin its trackers and callbacks")
 
 
 @contextmanager
@@ -110,6 +146,7 @@ def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 def train_stage(
     trainer: Trainer,
+    optimizer: Optimizer,
     rows: Dataset,
     results: Results,
     log: MetricsLog,
@@ -120,11 +157,7 @@ def train_stage(
     """Train one stage of a recipe, from its first step or from a checkpoint."""
     stage = trainer.stage
     options = trainer.options
-    state.check_rows(len(rows))
     batches = Batches(rows, trainer, state.batches_consumed)
-    optimizer = build_optimizer(trainer.trained, options, trainer.config.optimizer)
-    with error_phase("load"):
-        checkpoints.restore(trainer, optimizer)
     steps = trainer.steps(batches)  # samples nothing yet
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)

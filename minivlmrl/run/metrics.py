@@ -46,28 +46,34 @@ Means = dict[str, tuple[float, float]]
 class MetricsLog(ExitStack):
     """Write the log files, the completions, the trackers and the progress bar, on rank 0 only."""
 
-    def __init__(self, config: RunConfig, world: World, state: TrainerState, resumed: Path | None = None):
+    def __init__(self, config: RunConfig, world: World, state: TrainerState):
         super().__init__()
+        self.config = config
         self.world = world
         self.state = state
         self.steps = state.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # start of the current stage
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
         self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
-        write = partial(self.write, COMPLETIONS)
-        self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        names = [*FILES, COMPLETIONS] if config.log_completions else FILES
-        self.num_lines = state.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
         self.trackers = []
-        if not world.is_main:
-            return
-        for name in names:
-            path = Path(config.output_dir, name)
-            self.num_lines[name] = begin_log(path, state, resumed)
-            self.files[name] = self.enter_context(path.open("ab"))
-        for name in dict.fromkeys(config.report_to):
+        for name in dict.fromkeys(config.report_to) if world.is_main else ():
             self.trackers.append(find_tracker(name)(config, self.steps, self))
+
+    def open_files(self, resumed: Path | None = None):
+        """Begin the log files, or cut those of a resumed run back to its checkpoint."""
+        config = self.config
+        self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
+        names = [*FILES, COMPLETIONS] if config.log_completions else FILES
+        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
+        for name in names if self.world.is_main else ():
+            path = Path(config.output_dir, name)
+            self.num_lines[name] = begin_log(path, self.state, resumed)
+            self.files[name] = self.enter_context(path.open("ab"))
+        for name, line in self.state.last_lines.items():
+            if name in self.files and not Path(config.output_dir, name).read_bytes().endswith(encode(line)):
+                print(f"{name}: the line of {line['stage']} step {line['step']} was missing, and is added", flush=True)
+                self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
         """Close callbacks, trackers and files. An error while closing does not replace an earlier error of the run."""
@@ -83,7 +89,7 @@ class MetricsLog(ExitStack):
             return False
 
     def write(self, name: str, line: dict):
-        self.files[name].write(f"{json_text(line)}\n".encode())
+        self.files[name].write(encode(line))
         self.files[name].flush()
         self.num_lines[name] += 1
 
@@ -142,10 +148,12 @@ class MetricsLog(ExitStack):
         """Log an optimizer step, first to the files, so that no line is lost if a tracker fails."""
         self.steps += 1
         self.line_counts = None
+        line = {"stage": self.name, "step": number}
+        self.state.last_lines = {METRICS: line | metrics}
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
-            self.write_step(number, metrics, num_tokens, phases)
+            self.write_step(line, num_tokens, phases)
         self.world.barrier("write the metrics of the step")
         self.completions.step(self.trainer, step, number)
         if self.files:
@@ -153,14 +161,14 @@ class MetricsLog(ExitStack):
             self.show(number, metrics, self.timings[-1]["step_time"])
         return metrics
 
-    def write_step(self, number: int, metrics: dict, num_tokens: float, phases: dict[str, float]):
-        line = {"stage": self.name, "step": number}
+    def write_step(self, line: dict, num_tokens: float, phases: dict[str, float]):
         seconds = self.seconds
-        self.write(METRICS, line | metrics)
         step_time = seconds - self.last_seconds
         speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         timing = {"seconds": seconds} | speed | memory_use()
-        self.write(TIMINGS, line | timing)
+        self.state.last_lines[TIMINGS] = line | timing
+        for name, last_line in self.state.last_lines.items():
+            self.write(name, last_line)
         self.last_seconds = seconds
         self.timings.append(timing)
 
@@ -217,6 +225,10 @@ def short_names(names: Iterable[str]) -> list[str]:
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names
+
+
+def encode(line: dict) -> bytes:
+    return f"{json_text(line)}\n".encode()
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:

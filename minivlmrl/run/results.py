@@ -78,10 +78,12 @@ class Results:
         self.state = state
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
+
+    def write_config(self):
         if self.world.is_main:
-            rows = f"evaluated on {pluralize(len(held_out), 'row')}" if held_out else "not evaluated"
-            first_line = f"# {config.recipe}; {rows}\n"  # report.html shows this line
-            text = first_line + to_yaml(config)
+            rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
+            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows this line
+            text = first_line + to_yaml(self.config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):

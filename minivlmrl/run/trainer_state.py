@@ -27,6 +27,8 @@ class TrainerState:
     recipe: dict = field(default_factory=dict)  # the recipe's options; see recipe_values in run/checkpoints.py
     # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
+    # {log file: line of the last step}, which an error after the update may have kept from being written
+    last_lines: dict[str, dict] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save; see Callback.state_dict
 
     def begin_stage(self, number: int):

@@ -25,7 +25,25 @@ from tests.helpers.stages import ONE
 
 def open_log(folder, world=ONE, report_to=(), resumed=None, **state):
     config = RunConfig(output_dir=str(folder), report_to=list(report_to))
-    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **{"num_log_lines": {}} | state), resumed)
+    log = MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **{"num_log_lines": {}} | state))
+    log.open_files(resumed)
+    return log
+
+
+def test_the_line_of_a_step_that_an_error_left_out_is_added(tmp_path, capsys):
+    lines = {name: {"stage": "sft", "step": 1, "loss": math.nan} for name in ("metrics.jsonl", "timings.jsonl")}
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 0}\n')
+    (tmp_path / "timings.jsonl").write_text('{"stage": "sft", "step": 0}\n{"stage": "sft", "step": 1, "loss": null}\n')
+    resumed = tmp_path / "states" / "000002"
+    resumed.mkdir(parents=True)
+    counts = {"metrics.jsonl": 1, "timings.jsonl": 2}
+    for added in (1, 0):
+        with open_log(tmp_path, resumed=resumed, last_lines=lines, num_log_lines=counts) as log:
+            assert log.num_lines["metrics.jsonl"] == 2
+        assert capsys.readouterr().out.count("the line of sft step 1 was missing, and is added") == added
+        assert [line["step"] for line in metrics(tmp_path)] == [0, 1]
+        counts["metrics.jsonl"] = 2
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "timings.jsonl").read_bytes()
 
 
 IDS = torch.zeros(3, dtype=torch.long)

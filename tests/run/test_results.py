@@ -32,8 +32,11 @@ def results(home, tmp_path, monkeypatch):
             (tmp_path / "run").mkdir()
         state = TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={})
         log = MetricsLog(config, world, state)
+        log.open_files()
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        return Results(config, model, processor, log, held_out, state)
+        found = Results(config, model, processor, log, held_out, state)
+        found.write_config()
+        return found
 
     return results
 

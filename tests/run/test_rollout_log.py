@@ -113,7 +113,9 @@ def test_metrics_do_not_depend_on_the_log(run):
 def log_on_rank(folder, overrides, world):
     """Log one step, in which rank 0 trains on two prompts and rank 1 on one prompt."""
     config = RunConfig(output_dir=str(folder), **overrides)
-    log = MetricsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={})).completions
+    metrics_log = MetricsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={}))
+    metrics_log.open_files()
+    log = metrics_log.completions
     rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
