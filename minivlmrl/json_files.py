@@ -11,6 +11,12 @@ from minivlmrl.errors import error_context, require
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half of a surrogate pair, with or without the other half
+# {what a mistake leaves unread: what to do}
+CURES = {
+    r",?\s*[]}]": "; remove the comma before the bracket",
+    r",\s*$": "; remove the comma at the end",
+    "'": "; write double quotes instead of single ones",
+}
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -29,7 +35,9 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
         where = str(error).replace("line 1 column", "column")  # a JSON lines file has its own line numbers
-        raise ValueError(f"the text is not valid JSON ({where})") from error
+        rest = error.doc[error.pos :] if isinstance(error, json.JSONDecodeError) else ""
+        cure = next((cure for pattern, cure in CURES.items() if re.match(pattern, rest)), "")
+        raise ValueError(f"the text is not valid JSON ({where}){cure}") from error
 
 
 def check_surrogates(text: str, content: Any):

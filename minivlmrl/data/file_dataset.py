@@ -183,7 +183,8 @@ class FileDataset(Sequence[Row]):
         if missing:
             raise ValueError(
                 f"{path}: {pluralize(len(missing), 'missing image or video file')} in "
-                f"{file.folder.resolve()}, for example {', '.join(missing[:5])}. Correct the paths, or "
+                f"{file.folder.resolve()}, for example {', '.join(missing[:5])}. Correct the paths"
+                f"{' (write / instead of the backslash)' if chr(92) in missing[0] else ''}, or "
                 "set data.image_root to the folder that they start from. A video is a file or a list of its frames, "
                 "not a folder."
             )

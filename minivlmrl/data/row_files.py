@@ -20,6 +20,9 @@ from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json,
 
 # types in parquet files that JSON does not have; values of these types are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
+WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys of an object that contains all rows
+# files in a folder that `minivlmrl convert` has written
+CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # characters that begin a list, separate its items, or end it
 # JSON decoder for rows, which refuses repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
@@ -83,6 +86,12 @@ def _for_shell(text: str) -> str:
 
 def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
+    parquet_files = _without_converted(parquet_files)
+    if not parquet_files and (inner := sorted({path.parent for path in folder.glob("*/*.parquet")})):
+        raise ValueError(
+            f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
+            f"them, as in {inner[0]}{f'@{split}' if split else ''}"
+        )
     # for example, the file train-00000-of-00002.parquet belongs to the split "train"
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
@@ -100,10 +109,45 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
     if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # files of save_to_disk
         raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
+    row_files = _without_converted(row_files)
     if len(row_files) > 1:
         names = ", ".join(sorted(path.name for path in row_files))
         raise ValueError(f"{folder}: the folder has several files of rows ({names}); choose one of them")
     return open_rows(row_files[0])
+
+
+def _without_converted(files: list[Path]) -> list[Path]:
+    return [path for path in files if not CONVERTED.fullmatch(path.name)] or files
+
+
+def read_text(path: Path) -> str:
+    check_downloaded(path)
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
+
+
+def find_coco(path: Path, text: str) -> dict:
+    """Return the object of a file in COCO's format, and {} for a file of rows.
+
+    Raises:
+        ValueError: the file is another object that contains all rows.
+    """
+    try:
+        content, end = ROW_DECODER.raw_decode(text.strip())
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict) or end < len(text.strip()):
+        return {}
+    if {"images", "annotations"} <= content.keys():
+        return content
+    name = next((name for name in WRAPPERS if isinstance(content.get(name), list)), None)
+    if name and not content.keys() & {"problem", "prompt", "messages", "image", "images"}:
+        raise ValueError(f"{path}: the rows are in the list {name!r} of an object; keep only this list in the file")
+    return {}
 
 
 class Lines:
@@ -112,15 +156,11 @@ class Lines:
     def __init__(self, path: Path):
         self.path = path
         self.folder = path.parent
-        check_downloaded(path)
-        content = path.read_bytes()
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = 1 + content.count(b"\n", 0, error.start)
-            raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
+        text = read_text(path)
         if text.lstrip().startswith("["):
             self.texts = self.split_list(text)
+        elif find_coco(path, text):
+            raise ValueError(f"{path}: the file is in COCO's format; {convert_advice(path)}")
         elif text.strip().partition("\n")[0].strip() == "{":
             raise ValueError(
                 f"{path}: an object has several lines; write one object per line, or a JSON list of objects"

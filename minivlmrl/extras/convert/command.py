@@ -28,7 +28,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
-from minivlmrl.data.row_files import map_nested, open_rows
+from minivlmrl.data.row_files import map_nested, open_rows, split_of
 from minivlmrl.errors import did_you_mean, error_context, optional_dependency, pluralize, require
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
@@ -204,7 +204,8 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
 
 def folder_of(path: Path) -> Path:
     """Return the folder to which the image paths in the rows are relative."""
-    return path if path.is_dir() else path.parent
+    folder, _ = split_of(path)
+    return folder if folder.is_dir() else folder.parent
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
@@ -213,8 +214,9 @@ def new_name(path: Path, row: dict, to: str | None) -> Path:
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
     name = f"{to or 'converted'}{suffix}"
-    if path.is_dir():
-        return path / f"rows_{name}"
+    folder, split = split_of(path)
+    if folder.is_dir():
+        return folder / f"rows_{f'{split}_' if split else ''}{name}"
     return path.with_name(f"{path.stem}_{name}")
 
 

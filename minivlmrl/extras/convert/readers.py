@@ -139,7 +139,12 @@ def read_messages(row: Columns) -> Columns | None:
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
         return None
-    return split_pair(row, read_turns(row.pop("messages"), "messages", row.dropped))
+    turns = read_turns(row.pop("messages"), "messages", row.dropped)
+    answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
+    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # label: an answer for KTO, which may be wrong
+    if isinstance(answer, str) and is_right:
+        row.setdefault("solution", answer)
+    return split_pair(row, turns)
 
 
 def read_pairs(row: Columns) -> Columns | None:

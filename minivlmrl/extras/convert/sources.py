@@ -3,35 +3,49 @@
 import csv
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.row_checks import parse_literal
-from minivlmrl.data.row_files import NO_JSON_TYPES, ROW_DECODER, map_nested, open_rows
-from minivlmrl.errors import error_context, optional_dependency, pluralize, truncate
+from minivlmrl.data.row_files import (
+    CONVERTED,
+    NO_JSON_TYPES,
+    ROW_DECODER,
+    find_coco,
+    map_nested,
+    open_rows,
+    read_text,
+    split_of,
+)
+from minivlmrl.errors import error_context, optional_dependency, pluralize, require, truncate
 from minivlmrl.json_files import parse_json, read_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
-WRITTEN = re.compile(r"rows_(converted|trl|ms-swift|verl)\.\w+")  # files that this command has written
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 Rows = Iterator[tuple[str, dict]]  # each row's location, such as "rows.csv:3", and its columns
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield the rows of a file or a folder.
+    """Yield the rows of a file, a folder, or one split of a folder, as in "folder@train".
 
     Raises:
         ValueError: the file cannot be read, or the folder contains no file of rows.
     """
-    if not path.exists():
+    folder, split = split_of(path)
+    if split and (folder / split / "state.json").is_file():  # a split of save_to_disk
+        path, split = folder / split, None
+    if split is None and not path.exists():
         raise ValueError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
     if path.is_dir():
         yield from _read_folder(path)
     elif path.suffix in (".csv", ".tsv"):
         yield from _read_cells(path)
+    elif path.suffix in (".json", ".jsonl") and (coco := find_coco(path, read_text(path))):
+        yield from _read_coco(path, coco)
     elif path.suffix == ".jsonl" and path.is_file() and not _is_list(path):
         yield from _read_lines(path)
     else:
@@ -49,7 +63,7 @@ def _read_folder(folder: Path) -> Rows:
         yield from _read_saved(folder)
         return
     files = [path for path in [*folder.glob("*"), *folder.glob("data/*.parquet")] if path.suffix in ROW_FILES]
-    files = [path for path in files if not WRITTEN.fullmatch(path.name)]
+    files = [path for path in files if not CONVERTED.fullmatch(path.name)]
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
     if len(files) == 1 and files[0].suffix in (".csv", ".tsv"):
         yield from _read_cells(files[0])
@@ -89,6 +103,29 @@ def _saved_files(state: Path) -> list[str]:
     return names
 
 
+def _read_coco(path: Path, content: dict) -> Rows:
+    """Read COCO's format: a row for each category in each image.
+
+    The solution is the list of boxes (left, top, right, bottom) in pixels, without crowd regions.
+    """
+    boxes = defaultdict(list)
+    for number, annotation in enumerate(content["annotations"]):
+        with error_context(f"{path}: annotations[{number}]"):
+            is_box = isinstance(annotation, dict) and {"image_id", "category_id", "bbox"} <= annotation.keys()
+            require(is_box, "the annotation", annotation, "an object with image_id, category_id and bbox")
+            left, top, width, height = annotation["bbox"]
+            if not annotation.get("iscrowd"):
+                box = [left, top, left + width, top + height]
+                boxes[annotation["image_id"], annotation["category_id"]].append(box)
+    require(bool(boxes), f"{path}: annotations", content["annotations"], "a list with boxes, as in COCO's format")
+    names = {category["id"]: category["name"] for category in content.get("categories", ())}
+    files = {image["id"]: image["file_name"] for image in content["images"]}
+    for (image, category), solution in boxes.items():
+        name = names.get(category, category)
+        question = f"Give the bounding box of each {name} in the image."
+        yield f"{path}: image {image}", {"image": files[image], "problem": question, "solution": solution}
+
+
 def _is_list(path: Path) -> bool:
     """Return True if a file contains a JSON list instead of JSON lines."""
     with path.open("rb") as file:
@@ -107,9 +144,11 @@ def _read_lines(path: Path) -> Rows:
 def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file, whose first line contains the column names. An empty cell is a missing column."""
     csv.field_size_limit(2**31 - 1)
-    separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     # When csv.Error is raised, `where` still names the previous row, so error_context would name the wrong row.
     with path.open(encoding="utf-8-sig", newline="") as file:
+        first_line = file.readline()
+        file.seek(0)
+        separator = max(",\t;|", key=first_line.count)  # Excel writes semicolons in many countries
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
         start = 1  # number of the first line of the row
@@ -118,7 +157,7 @@ def _read_cells(path: Path) -> Rows:
                 where, start = f"{path}:{start}", reader.line_num + 1
                 if not names:
                     names = [name.strip() for name in cells]
-                    _check_names(where, names, separator, word)
+                    _check_names(where, names)
                 elif cells:
                     with error_context(where):
                         yield where, _row_of_cells(names, cells, separator)
@@ -128,10 +167,7 @@ def _read_cells(path: Path) -> Rows:
             raise ValueError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
 
-def _check_names(where: str, names: list[str], separator: str, word: str):
-    other = re.search(r"[;\t,|]", names[0]) if len(names) == 1 else None
-    if other and other[0] != separator:
-        raise ValueError(f"{where}: the columns are separated by {other[0]!r}, but they must be separated by {word}")
+def _check_names(where: str, names: list[str]):
     if twice := [name for name in names if name and names.count(name) > 1]:
         raise ValueError(f"{where}: two columns have the name {truncate(twice[0], 60)}; rename one of them")
 

@@ -25,7 +25,9 @@ def save_csv(path, delimiter=","):
         writer.writerows([row["problem"], row["solution"], json.dumps(row["images"])] for row in ROWS)
 
 
-@pytest.mark.parametrize(("name", "separator"), [("cells.csv", ","), ("cells.tsv", "\t"), ("imagefolder", ",")])
+@pytest.mark.parametrize(
+    ("name", "separator"), [("cells.csv", ","), ("cells.csv", ";"), ("cells.tsv", "\t"), ("imagefolder", ",")]
+)
 def test_tables_are_read(tmp_path, name, separator):
     path = tmp_path / name
     if name == "imagefolder":
@@ -64,6 +66,79 @@ def test_a_wrong_table_is_named_and_leaves_no_file(tmp_path, name):
     with pytest.raises(ValueError, match=r"rows\.csv" + expected):
         main([str(tmp_path / "rows.csv")])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+RED = {"image": "red.png", "problem": "What?", "solution": "Red."}
+COCO = {
+    "images": [{"id": 7, "file_name": "red.png", "width": 56, "height": 56}],
+    "categories": [{"id": 3, "name": "cat"}],
+    "annotations": [
+        {"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 10, 20]},
+        {"id": 2, "image_id": 7, "category_id": 3, "bbox": [20, 2, 10.5, 20]},
+        {"id": 3, "image_id": 7, "category_id": 3, "bbox": [0, 0, 9, 9], "iscrowd": 1},
+    ],
+}
+FOUND = {"image": "red.png", "problem": "Give the bounding box of each cat in the image."}
+ANSWERED = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Red."}]
+
+
+@pytest.mark.parametrize(("content", "kind", "row"), [
+    (COCO, "the file is in COCO's format; ", FOUND | {"solution": [[1, 2, 11, 22], [20, 2, 30.5, 22]]}),
+    ([{"messages": ANSWERED, "image": "red.png"}], "column 'solution' is missing",
+     {"messages": ANSWERED, "image": "red.png", "solution": "Red."}),
+])  # fmt: skip
+def test_a_run_names_the_command_that_makes_a_file_readable(tmp_path, monkeypatch, content, kind, row):
+    """The rows of ShareGPT get a solution, because GRPO needs one."""
+    monkeypatch.chdir(tmp_path)
+    PIL.Image.new("RGB", (56, 56), "red").save("red.png")
+    for indent in (None, 1):
+        (tmp_path / "rows.json").write_text(json.dumps(content, indent=indent))
+        with pytest.raises(ValueError, match=kind + ".*convert the file once with `minivlmrl convert rows.json`"):
+            FileDataset("rows.json", ("problem", "solution"))
+        assert main(["rows.json"]) == 0
+        assert len(FileDataset("rows_converted.jsonl", ("problem", "solution"))) == 1
+        assert json.loads((tmp_path / "rows_converted.jsonl").read_text()) == row
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"annotations": []}, "rows.json: annotations is .*, but it must be a list with boxes, as in COCO's format"),
+        ({"annotations": [{"caption": "A cat"}]}, r"annotations\[0\]: the annotation is .* an object with image_id, "),
+    ],
+)
+def test_wrong_annotations_are_named(tmp_path, change, expected):
+    (tmp_path / "rows.json").write_text(json.dumps(COCO | change))
+    with pytest.raises(ValueError, match=expected):
+        main([str(tmp_path / "rows.json")])
+
+
+@pytest.mark.parametrize("open_file", [lambda path: FileDataset(path), lambda path: main([str(path)])])
+def test_rows_inside_an_object_are_named(tmp_path, open_file):
+    (tmp_path / "rows.json").write_text(json.dumps({"version": 2, "data": [RED]}, indent=1))
+    with pytest.raises(ValueError, match="the rows are in the list 'data' of an object; keep only this list in the fi"):
+        open_file(tmp_path / "rows.json")
+
+
+def test_each_split_of_a_folder_is_converted(tmp_path):
+    """Files that `convert` wrote are not a split of the folder."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet
+
+    for folder in ("one", "two/a", "two/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        for split in ("train", "test"):
+            table = pa.table({"query": [split], "response": ["b"], "image": [{"bytes": b"x"}]})
+            pyarrow.parquet.write_table(table, tmp_path / folder / f"{split}-00000-of-00001.parquet")
+    for split in ("train", "test"):
+        assert main([f"{tmp_path}/one@{split}"]) == 0
+        [(_, row)] = read_rows(tmp_path / "one" / f"rows_{split}_converted.parquet")
+        assert row["solution"] == "b"
+    with pytest.raises(ValueError, match=r"several splits \(test, train\); choose one of them, as in .*/one@test"):
+        main([f"{tmp_path}/one"])
+    for split in ("", "@train"):
+        with pytest.raises(ValueError, match=rf"has the configurations a, b; choose .* as in {tmp_path}/two/a{split}$"):
+            FileDataset(f"{tmp_path}/two{split}")
 
 
 def test_folders_of_classes_are_rows(tmp_path):
