@@ -108,6 +108,15 @@ def file_to_write(path: str | Path) -> Path:
     return file
 
 
+def file_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder; raise ValueError if it is a link to a file outside the folder."""
+    path = folder / name
+    target = path.resolve()
+    if not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, outside its folder. Replace the link with a copy of the file.")
+    return path
+
+
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.

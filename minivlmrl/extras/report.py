@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import error_context, require, truncate
-from minivlmrl.files import RUN_CONFIG, file_to_write
+from minivlmrl.files import RUN_CONFIG, file_inside, file_to_write
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import noise
@@ -129,21 +129,23 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
+    draft.unlink(missing_ok=True)  # it may be a link
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
     draft.replace(out)  # atomically, because a browser may be loading the page
 
 
 def collect_run(folder: Path) -> dict:
-    config_file, summary_file = folder / RUN_CONFIG, folder / SUMMARY
-    config = config_file.read_text("utf-8") if config_file.is_file() else None
+    config_file, summary_file = file_inside(folder, RUN_CONFIG), file_inside(folder, SUMMARY)
+    with error_context(config_file):
+        config = config_file.read_text("utf-8") if config_file.is_file() else None
     summary = read_summary(summary_file) if summary_file.is_file() else None  # None if the run has not ended
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
-    metrics = read_metrics(folder / METRICS)
+    metrics = read_metrics(file_inside(folder, METRICS))
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
-    timings = read_lines(folder / TIMINGS, TimingLine)
-    warnings = read_lines(folder / WARNINGS, WarningLine)
+    timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
+    warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1  # files count steps from 0, the page and the terminal from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
@@ -249,7 +251,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
-    for line in read_metrics(folder / EVALUATIONS):
+    for line in read_metrics(file_inside(folder, EVALUATIONS)):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | line)
     return evaluations
@@ -257,7 +259,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 def collect_completions(folder: Path) -> list[dict]:
     lines_of_step = {}  # {(stage, step): lines}
-    for line in read_lines(folder / COMPLETIONS, CompletionLine):
+    for line in read_lines(file_inside(folder, COMPLETIONS), CompletionLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
     steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))
@@ -276,9 +278,10 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    file = (folder / path).resolve()
     # Only files in images/ are allowed, so that a manipulated completions.jsonl cannot put other files into the report.
-    if file.parent != folder.resolve() / IMAGES or not file.is_file():
+    is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
+    file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
+    if not file.is_file():
         raise ValueError(
             f"{truncate(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
             "this file."

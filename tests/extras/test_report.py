@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from minivlmrl.errors import user_error_message
 from minivlmrl.extras import report
 from tests.helpers.runs import write_lines
 
@@ -99,9 +100,41 @@ def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
         "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
     ):  # fmt: skip
         write_lines(tmp_path / "completions.jsonl", [LINE | {"images": [path]}])
-        with pytest.raises(ValueError, match="is not an image in the folder images/ of the run"):
+        with pytest.raises(ValueError, match=r"is not an image in the folder images/ of|link\.webp is a link"):
             report.write_page([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", [
+    "config.yaml", "metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "warnings.jsonl", "completions.jsonl",
+    "summary.json", "images",
+])  # fmt: skip
+def test_a_link_to_a_file_outside_the_run_is_refused(tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    write_lines(run / "completions.jsonl", [LINE | {"images": ["images/a.webp"]}])
+    (tmp_path / "secret").mkdir()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=f"{name} is a link to .*, outside its folder. Replace the link"):
+        report.collect_run(run)
+
+
+def test_a_page_does_not_write_through_a_link(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "report.partial").symlink_to(tmp_path / "precious")
+    report.write_page([tmp_path], tmp_path / "report.html")
+    assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "report.html").is_symlink()
+
+
+def test_a_configuration_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.yaml").write_bytes("# café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config\.yaml: 'utf-8' codec can't decode") as raised:
+        report.collect_run(tmp_path)
+    assert user_error_message(raised.value)
 
 
 def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
