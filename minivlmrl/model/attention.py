@@ -1,13 +1,12 @@
 """Attention over a packed sequence, in which the completions of a group share one prompt.
 
-The decoder calls one of two attention objects, which implement three rules:
+Two attention objects implement three rules:
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-Each prompt is computed only once for all its completions, and the results are the same as if every completion had a
-prompt of its own.
+A prompt is computed once for all its completions, with the same results as if every completion had its own.
 
 Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
 P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
@@ -28,14 +27,14 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
-    A packed sequence has prompt 0 and its completions, then prompt 1 and its completions, and so on. The last token of
-    a completion is left out, because no token follows it: a completion of 5 tokens has 4 positions.
+    Order: prompt 0, its completions, prompt 1, its completions, ... A completion's last token predicts nothing and is
+    left out, so a completion of 5 tokens has 4 positions.
 
     Args:
-        prompt_lengths: lengths of the B prompts, in tokens.
-        completion_lengths: for each prompt, its completions' lengths in tokens.
-        rows: each completion's row index. Completions with the same index form one row in the losses, for example a
-            trajectory's turns. None gives each completion its own row.
+        prompt_lengths: (B,) prompt lengths, in tokens.
+        completion_lengths: completion lengths per prompt, in tokens.
+        rows: row index per completion. Equal indices form one row in the losses, such as a trajectory's turns.
+            None = one row per completion.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class PackedLayout:
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
-        self.row_lengths = [0] * len(set(rows))  # number of tokens in each of the R rows
-        cells = []  # (row, index in the row) of each completion token
+        self.row_lengths = [0] * len(set(rows))  # tokens per row
+        cells = []  # (row, column) per completion token
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
             self.row_lengths[row] += n
@@ -67,17 +66,17 @@ class PackedLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) position of each prompt's last token in the packed sequence
+        # (B,) packed positions of the last prompt tokens
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) position in the packed sequence that predicts each completion token
+        # (M,) packed positions that predict the completion tokens
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        # (M,) each completion token's index in a flattened (R, T) tensor
+        # (M,) completion token -> index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.pad_blocks(device)
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) each token's cell
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token -> cell
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
@@ -90,12 +89,11 @@ class PackedLayout:
         return tokens
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange token positions in two matrices per prompt length, one for prompts and one for completions.
+        """Arrange packed positions in matrices, separately for each prompt length.
 
         Returns:
-            For each prompt length, two matrices of positions in the packed sequence, padded with -1: one with a row per
-            prompt, and one with a row per completion. Also, for each prompt length, the PromptSlots of the completions,
-            or None if no completion has a position.
+            For each prompt length, positions (prompts, P) and (completions, C), padded with -1; and the PromptSlots of
+            the completions, None if no completion has a position.
         """
         blocks = []
         slots = []
@@ -124,8 +122,8 @@ def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
 
 
 def attention_mask(layout: PackedLayout) -> Tensor:
-    """Return a packed sequence's attention mask (N, N), True where token i attends to token j."""
-    tokens = []  # each token's (group, row); row 0 is the prompt, row i completion i of the group
+    """Return the attention mask (N, N), True where token i attends to token j."""
+    tokens = []  # (group, row) per token; row 0 = prompt, row i = completion i
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
@@ -136,22 +134,22 @@ def attention_mask(layout: PackedLayout) -> Tensor:
 
 
 class GroupAttention:
-    """Attention for training, scoring and prefill, computed separately for prompts and for completions.
+    """Attention for training, scoring and prefill, separately for prompts and completions.
 
     Args:
-        layout: prompt and completion positions in the packed sequence.
-        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can use them after a prefill.
+        layout: prompt and completion positions.
+        keep_keys: keep k and v of all layers in `self.keys`, for DecodeAttention after a prefill.
     """
 
     def __init__(self, layout: PackedLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # states that layers without keys and values store for each prompt, by layer index: tensors (B, ...)
+        # layer index -> prompt states (B, ...) of layers without keys and values
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the attention output (N, H, D) from q (N, H, D), k and v (N, K, D); q and k are already rotated."""
+        """Compute attention (N, H, D) from rotated q (N, H, D), rotated k and v (N, K, D)."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -162,52 +160,52 @@ class GroupAttention:
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
             if slots is not None:
                 out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, slots))
-        out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # each (rows * tokens, H, D)
+        out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D)
         out = torch.cat(out) if len(out) > 1 else out[0]
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
 
 class DecodeAttention:
-    """Attention for decoding steps, with a KV cache that stores a prompt once for all its completions.
+    """Attention for decoding steps, with one KV cache entry per prompt for all its completions.
 
     Args:
-        prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without completions.
-        prompt_index: (R,) prompt index for each completion, in ascending order, in host memory.
-        capacity: maximum number of new tokens per completion.
-        start: (B,) first position after each prompt.
+        prompts: GroupAttention(layout, keep_keys=True) after a prefill.
+        prompt_index: (R,) prompt index per completion, ascending, in host memory.
+        capacity: maximum new tokens per completion.
+        start: (B,) first position after the prompt.
     """
 
-    check_every = 1  # `generate` checks for finished rows after this number of steps
-    # pairs (slice of rows, slice of the rows' new tokens); a layer with a state makes one call per pair
+    check_every = 1  # steps between checks for finished rows
+    # (slice of rows, slice of new tokens): calls of a layer with a state
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows whose new tokens in the current decoding step are a tool's response
+    # rows that append a tool response in this step
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # for each layer, keys and values of the prompts (B, K, P, D); prompt_bias (B, P) is -inf at padded positions
+        # per layer: prompt keys and values (B, K, P, D); prompt_bias (B, P): -inf at padding
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
-        self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # for each layer, keys and values of the completions (R, K, capacity, D); row_bias is -inf at unused positions
+        self.masks_prompts = len(set(lengths)) > 1
+        # per layer: completion keys and values (R, K, capacity, D); row_bias: -inf at unused positions
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # True if keys in the cache must be masked, for example after tool responses of different lengths
+        self.num_row_keys = 0  # keys of the longest row; later ones are not read
+        # needed after tool responses of different lengths
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) each row's original index
-        self.start = start[self.slots.prompt_index]  # (R,) each row's first position
-        # (R,) position of each row's newest token in the KV cache
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) original row index
+        self.start = start[self.slots.prompt_index]  # (R,) first position
+        # (R,) KV cache position of the newest token
         self.newest = torch.full_like(self.rows, -1)
         self.layer_states = {i: [x[prompt_index] for x in states] for i, states in prompts.layer_states.items()}
 
@@ -215,18 +213,18 @@ class DecodeAttention:
         """Drop finished rows from the KV cache.
 
         Args:
-            unfinished: (R,) bool, in host memory; rows with False are dropped.
+            unfinished: (R,) bool, in host memory.
         Returns:
-            The kept rows' indices, or None if all rows are kept.
+            Indices of the kept rows, None = all.
         """
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # Prompts whose completions have all finished are removed from the KV cache.
+        # drop prompts without unfinished completions
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # The KV cache is copied layer by layer, so that memory never holds two copies of all layers.
+        # layer by layer: two copies of the whole cache would not fit
         for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -241,16 +239,16 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Advance each row's position in the KV cache by the number of its new tokens.
+        """Advance the cache positions.
 
         Args:
-            tokens: number of new tokens, the same for all rows or (R,).
-            growth: number of tokens by which the longest row grows.
+            tokens: new tokens, one number or (R,).
+            growth: growth of the longest row, in tokens.
         """
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # Cache positions are clamped, because a finished row may outgrow the KV cache before the row is dropped.
+        # clamped: a finished row may outgrow the cache before it is dropped
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return
@@ -258,7 +256,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append the new tokens' keys and values to the KV cache, and return all keys and values of the completions."""
+        """Append keys and values to the KV cache, and return those of all completion tokens."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -269,13 +267,13 @@ class DecodeAttention:
         return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the attention output (R, H, D) of new tokens from q (R, H, D), k and v (R, K, D)."""
+        """Compute attention (R, H, D) of new tokens from q (R, H, D), k and v (R, K, D)."""
         (R, H, D) = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries of all its completions.
+        # one product for all completions of a prompt
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P)
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
@@ -287,4 +285,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # type of the argument `attention` of decoder layers
+Attention = GroupAttention | DecodeAttention  # argument of decoder layers

@@ -8,12 +8,6 @@ The compiler, the assembler and the disassembler are part of the triton package.
     shared      shared memory per program, in bytes
     matrix      matrix instructions (HMMA, HGMMA, UTCHMMA)
     wide        loads and stores that move 16 bytes
-    unwritten   registers that the kernel reads, but never writes
-
-Another version of Triton needs only its wheel:
-
-pip install --no-deps --target DIR triton
-PYTHONPATH=DIR python tests/helpers/kernel_builds.py 90
 """
 
 import json
@@ -26,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from machine_code import unwritten_registers
 
 from minivlmrl.kernels import decode_attention as decoding
 from minivlmrl.kernels import nf4_unpack
@@ -154,7 +147,6 @@ def inspect(build: Build, arch: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "matrix": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA")) for op in opcodes),
         "wide": sum(".128" in op for op in memory),
-        "unwritten": sorted(unwritten_registers(sass)),
     }
 
 
