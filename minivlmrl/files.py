@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -115,6 +115,40 @@ def file_inside(folder: Path, name: str) -> Path:
     if not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, outside its folder. Replace the link with a copy of the file.")
     return path
+
+
+def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
+    """Return (inode, time, size) of the JSON and safetensors files in folders, which change if a file is replaced."""
+    stamps = {}
+    for path in (file for folder in folders for file in Path(folder).glob("*.*")):
+        if path.suffix in (".json", ".safetensors"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                stamps[path] = status.st_ino, status.st_mtime_ns, status.st_size
+    return stamps
+
+
+@contextmanager
+def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = None) -> Iterator[None]:
+    """Context manager that raises ValueError if files of folders were replaced while its block read them.
+
+    Args:
+        since: earlier file_stamps of the folders; defaults to those at the start of the block.
+    """
+    since = file_stamps(*folders) if since is None else since
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if file_stamps(*folders) != since:
+        names = " or ".join(map(str, folders))
+        raise ValueError(
+            f"{names} was replaced while it was read, for example by a run that saves its weights. Start again, or "
+            "read a copy of the folder."
+        ) from failure
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import filecmp
 
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.files import INFERENCE_CONFIG
+from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.lora import merge_note, quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
@@ -26,9 +26,10 @@ def main(arguments: list[str]):
     merged_file = folder / "adapter" / WEIGHTS  # copy that a run saves beside the merged weights
     if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
         raise ValueError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
-    model = load_model(folder)
-    processor = load_processor(folder)
-    load_adapter(model, adapter)
+    with unchanged(folder, adapter):
+        model = load_model(folder)
+        processor = load_processor(folder)
+        load_adapter(model, adapter)
     if options.quantize:
         quantize_base(model)
     if (adapter / INFERENCE_CONFIG).is_file():

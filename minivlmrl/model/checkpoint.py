@@ -19,7 +19,7 @@ from minivlmrl.data.image_settings import image_settings, read_image_processor, 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.errors import error_context, require
-from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, weight_files
+from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, unchanged, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
@@ -56,18 +56,19 @@ def load_model(
             weights for these adapters.
     """
     folder = find_folder(folder)
-    config = read_config(folder)
-    files = weight_files(folder)
-    with torch.device("meta"):
-        model = model_from_config(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
-    if adapt is not None:
-        adapt(model)
-    if sharding is not None:
-        sharding.shard(model)
+    with unchanged(folder):
+        config = read_config(folder)
+        files = weight_files(folder)
+        with torch.device("meta"):
+            model = model_from_config(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
+        if adapt is not None:
+            adapt(model)
+        if sharding is not None:
+            sharding.shard(model)
 
-    # The function take_shard returns the part of a file's tensor that this rank keeps.
-    take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
-    assign(model, _read_weights(folder, files, model, take_shard, device))
+        # The function take_shard returns the part of a file's tensor that this rank keeps.
+        take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
+        assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
 
@@ -191,22 +192,23 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
-    config = read_config(folder)
-    family = find_family(config.model_type)
-    image_file, image_values = image_settings(folder)
-    image_values = {**family.images, **image_values}
-    images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
-    video_file, video_values = video_settings(folder)
-    images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    with error_context(f"{folder}/config.json"):
-        check_fit(config, images, image_file, tokenizer)
-    template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    tokenizer.files |= carried_files(folder)
-    template = template or default_template(family)
-    if template is not None:
-        tokenizer.reserve(template.controls)
-    return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
+    with unchanged(folder):
+        config = read_config(folder)
+        family = find_family(config.model_type)
+        image_file, image_values = image_settings(folder)
+        image_values = {**family.images, **image_values}
+        images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
+        video_file, video_values = video_settings(folder)
+        images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        with error_context(f"{folder}/config.json"):
+            check_fit(config, images, image_file, tokenizer)
+        template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+        tokenizer.files |= carried_files(folder)
+        template = template or default_template(family)
+        if template is not None:
+            tokenizer.reserve(template.controls)
+        return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
 
 
 def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):

@@ -19,7 +19,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import FilePath
 from minivlmrl.errors import error_context, require, truncate
-from minivlmrl.files import save_tensors
+from minivlmrl.files import save_tensors, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import hub_name, module_name
@@ -143,26 +143,27 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
     """Read each layer's adapter rank and scaling, and all weights by parameter name."""
     folder = find_adapter(folder)
-    config = _read_config(folder / CONFIG)
-    file = folder / WEIGHTS
-    layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
-    weights = {}
-    with error_context(file):
-        for name, tensor in _read_tensors(file).items():
-            is_float = tensor.is_floating_point() and tensor.element_size() > 1
-            is_valid = is_float and bool(tensor.isfinite().all())
-            expected = "a finite float tensor with at least 16 bits per value"
-            require(is_valid, name, tensor.dtype, expected)
-            match = TENSOR.fullmatch(name)
-            if match is None:
-                raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
-            layer_name, kind = match.groups()
-            layer_name = hub_name(layer_name)  # names differ between transformers releases
-            layer_pairs.setdefault(layer_name, {})[kind] = tensor
-            weights[f"{layer_name}.{kind}"] = tensor
-        if not layer_pairs:
-            raise ValueError("the file does not contain any tensors. Save the adapter again.")
-        shapes = {name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()}
+    with unchanged(folder):
+        config = _read_config(folder / CONFIG)
+        file = folder / WEIGHTS
+        layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
+        weights = {}
+        with error_context(file):
+            for name, tensor in _read_tensors(file).items():
+                is_float = tensor.is_floating_point() and tensor.element_size() > 1
+                is_valid = is_float and bool(tensor.isfinite().all())
+                expected = "a finite float tensor with at least 16 bits per value"
+                require(is_valid, name, tensor.dtype, expected)
+                match = TENSOR.fullmatch(name)
+                if match is None:
+                    raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
+                layer_name, kind = match.groups()
+                layer_name = hub_name(layer_name)  # names differ between transformers releases
+                layer_pairs.setdefault(layer_name, {})[kind] = tensor
+                weights[f"{layer_name}.{kind}"] = tensor
+            if not layer_pairs:
+                raise ValueError("the file does not contain any tensors. Save the adapter again.")
+            shapes = {name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()}
     return shapes, weights
 
 

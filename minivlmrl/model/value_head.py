@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
 from minivlmrl.data.processor import Processor
+from minivlmrl.files import unchanged
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -86,7 +87,8 @@ def check_value_model_folder(folder: str | Path):
 def load_value_model(folder: str | Path, *options) -> ValueModel:
     """Load a value model from a folder; `options` are the arguments of load_model after `folder`."""
     check_value_model_folder(folder)
-    return add_saved_head(load_model(folder, *options), folder)
+    with unchanged(folder):
+        return add_saved_head(load_model(folder, *options), folder)
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:

@@ -33,7 +33,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import error_context, error_phase, pluralize, truncate
-from minivlmrl.files import digest, flush_file, weight_files
+from minivlmrl.files import digest, file_stamps, flush_file, unchanged, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callback
@@ -148,6 +148,7 @@ class CheckpointManager:
         self.signals = signals
         self.callbacks = callbacks
         self.resumed = None  # checkpoint folder that the next stage loads
+        self.stamps = {}  # file_stamps of this folder
         self.newer: list[Path] = []  # later checkpoints, which a run that has begun deletes
         self.saved_steps = 0  # optimizer steps at the last checkpoint
         self.saved_time = clock()  # time of the last checkpoint
@@ -297,7 +298,8 @@ class CheckpointManager:
         self.resumed = None  # only the first stage of a resumed run starts from the checkpoint
         if folder is not None:
             try:
-                self.read_tensors(folder, trainer, optimizer)
+                with unchanged(folder, since=self.stamps):
+                    self.read_tensors(folder, trainer, optimizer)
             except SafetensorError as error:
                 raise ValueError(f"the checkpoint {folder} cannot be read ({error})") from error
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
@@ -328,6 +330,7 @@ class CheckpointManager:
             candidates = folders[::-1]
         state = None
         for folder in candidates:
+            self.stamps = file_stamps(folder)
             state = self.read(folder)
             if state is not None:
                 self.resumed = folder

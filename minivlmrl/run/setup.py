@@ -20,7 +20,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
-from minivlmrl.files import INFERENCE_CONFIG
+from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.json_files import read_json
@@ -77,8 +77,9 @@ def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
     """Build the processor and the model of a recipe."""
-    processor = build_processor(config, datasets)
-    return build_weights(config, world, processor), processor
+    with unchanged(*filter(None, (config.model.path, config.adapter.path))):
+        processor = build_processor(config, datasets)
+        return build_weights(config, world, processor), processor
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:

@@ -20,6 +20,7 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import FAMILIES, find_family
 from minivlmrl.model.lora import inject_adapters
+from minivlmrl.model.value_head import load_value_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 
@@ -44,6 +45,26 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(("read", "first"), [
+    (load_model, "read_tensors"), (load_processor, "load_tokenizer"), (load_value_model, "read_tensors"),
+])  # fmt: skip
+def test_a_folder_that_is_replaced_while_it_is_read_gives_no_mixture(copy, monkeypatch, read, first):
+    """A run saves its checkpoint again after the first file was read."""
+    model, processor = load_model(copy), load_processor(copy)
+    save_file({"score.weight": torch.zeros(1, model.config.hidden_size)}, copy / "score.safetensors")
+    original = getattr(checkpoint, first)
+
+    def read_and_replace(file, *options):
+        monkeypatch.setattr(checkpoint, first, original)
+        content = original(file, *options)
+        save_model(copy, model, processor)
+        return content
+
+    monkeypatch.setattr(checkpoint, first, read_and_replace)
+    with pytest.raises(ValueError, match="copy was replaced while it was read, for example by a run that saves its"):
+        read(copy)
 
 
 @pytest.fixture(scope="module")

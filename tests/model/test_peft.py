@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import user_error_message
+from minivlmrl.model import peft as peft_files
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import adapter_options, gather_adapter, load_adapter
@@ -65,6 +66,19 @@ def test_adapters_go_from_peft_to_us_and_back(tmp_path, number, model_type):
     theirs.load_adapter(tmp_path / "again", "again")
     theirs.set_adapter("again")
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+
+
+def test_an_adapter_that_is_replaced_while_it_is_read_is_refused(saved, monkeypatch):
+    original = peft_files._read_config
+
+    def read_and_replace(file):
+        values = original(file)
+        file.write_text(file.read_text() + " ")
+        return values
+
+    monkeypatch.setattr(peft_files, "_read_config", read_and_replace)
+    with pytest.raises(ValueError, match="was replaced while it was read"):
+        load_adapter(tiny.model(), saved)
 
 
 def test_the_first_matching_alpha_pattern_counts(saved):
