@@ -1,9 +1,9 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. The function inject_adapters
-replaces linear layers of an existing model; decoder, sampler and losses need no change.
+Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. inject_adapters replaces linear layers of an
+existing model, so decoder, sampler and losses need no change.
 
-Dimension letters: N tokens, r rank of an adapter.
+Dimension letters: N tokens, r adapter rank.
 """
 
 import math
@@ -37,41 +37,34 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model, and replace its target layers with LoRALinear layers.
-
-    New adapters are zero until init_adapters initializes them. If options.r is 0, no adapters are added, and the whole
-    model stays trainable.
-    """
+    """Freeze a model and add LoRALinear layers, zero until init_adapters; with r = 0, do nothing."""
     model.requires_grad_(not options.r)
     if not options.r:
         return
     layer_names = chain(*(target_layers(model, target) for target in options.target))
-    for name in dict.fromkeys(layer_names):  # dict.fromkeys removes duplicates
+    for name in dict.fromkeys(layer_names):  # without duplicates
         add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
         quantize_base(model)
 
 
 class LoRALinear(ReplacedLinear):
-    """A linear layer with a LoRA adapter.
-
-    As in PEFT, the adapter matrices A and B are float32 even if the base layer is bfloat16.
-    """
+    """A linear layer with a LoRA adapter; A and B are float32 even on a bfloat16 base, as in PEFT."""
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
-        self.base = base  # quantize_base replaces the base with a PackedLinear
+        self.base = base  # a PackedLinear after quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
-        self.dropout = dropout  # probability in training, as saved in adapter_config.json
+        self.dropout = dropout  # LoRA dropout, as in adapter_config.json
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # applies dropout to the adapter's input inside a block `with dropout(...)`
+        # set inside `with dropout(...)`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute base layer plus adapter: x (N, in_features) -> (N, out_features), in the base layer's dtype."""
+        """Compute base plus adapter: x (N, in_features) -> (N, out_features) in the base dtype."""
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
         if self.can_use_tf32(base_result):
@@ -97,12 +90,12 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Return the merged weight W + scaling * B A, in the dtype of W; all ranks must call this method."""
+        """Return the merged weight W + scaling * B A in the dtype of W; all ranks must call this."""
         weight, update = self.weight_and_update()
         return (weight + update).to(weight.dtype)
 
     def weight_and_update(self) -> tuple[Tensor, Tensor]:
-        """Return the base weight W and the adapter's update scaling * B A, both (out_features, in_features)."""
+        """Return W and the update scaling * B A, both (out_features, in_features)."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
@@ -110,11 +103,10 @@ class LoRALinear(ReplacedLinear):
 
 
 class TF32Adapter(torch.autograd.Function):
-    """Add a LoRA update to a base layer's result: base_result + scaling * x A^T B^T, with TF32 products.
+    """Compute base_result + scaling * x A^T B^T with TF32 products.
 
-    TF32 rounds the factors of a float32 product to 11 significant bits, and sums in float32. A bfloat16 x has only 8
-    significant bits, so TF32 does not round it. The forward and the backward pass each switch TF32 on, because torch's
-    setting is global.
+    TF32 rounds factors to 11 significant bits and sums in float32. A bfloat16 x has 8, so it is not rounded. Forward
+    and backward switch TF32 on separately, because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -145,17 +137,16 @@ class TF32Adapter(torch.autograd.Function):
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return a model's layers that have an adapter, by layer name."""
+    """Return {layer name: layer with an adapter}."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout with probability p to all adapters' inputs inside a `with` block.
+    """Apply dropout with probability p to adapter inputs inside a `with` block, not to base layers, as in PEFT.
 
-    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A layer's dropout mask depends only
-    on `key` and the layer's name, so activation checkpointing computes the same mask again. All completions of a prompt
-    share the dropout mask of the prompt's tokens.
+    The mask depends only on `key` and the layer name, so activation checkpointing computes it again. Completions share
+    the mask of their prompt tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -167,15 +158,13 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Inside a `with` block on a GPU, 16-bit layers use 16-bit copies of their float32 adapters.
+    """Use 16-bit copies of float32 adapters on 16-bit layers inside a `with` block, on a GPU.
 
-    For the few tokens of a decoding step, a float32 adapter takes longer than its 16-bit base layer. Merging the
-    adapters would lose most small updates, because W + scaling * B A is rounded to 16 bits.
-
-    The adapters' 16-bit copies keep their memory addresses inside the `with` block, as CUDA graphs require.
+    For the few tokens of a decoding step, a float32 adapter is slower than its 16-bit base. Merging would lose most
+    small updates to rounding. The copies keep their addresses, as CUDA graphs require.
 
     Yields:
-        A list of the 16-bit copies of adapter matrices, which may be empty.
+        The copies, possibly none.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -191,8 +180,8 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute the share (0 to 1) of the updated weights that still differ from the base weights after a merge."""
-    # A merged weight is rounded to the base dtype, so the smallest updates are lost.
+    """Compute the share of updated weights that differ from the base after a merge, from 0 to 1."""
+    # merged weights are rounded to the base dtype
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -202,7 +191,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """Describe the share of adapter updates that survive rounding to 16 bits. All ranks must call merge_note."""
+    """Describe the share of updates that survive rounding to 16 bits; all ranks must call this."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -214,7 +203,7 @@ def merge_note(model: nn.Module) -> str:
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
-    """Set elements of x (N, in_features) to 0 with probability p, and divide the rest by 1 - p."""
+    """Zero elements of x (N, in_features) with probability p, divide the rest by 1 - p."""
     generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
@@ -224,7 +213,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters to the same layers as in the model `other`, with the same r, scaling, dropout and quantization."""
+    """Add adapters as in `other`: same layers, r, scaling, dropout and quantization."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     for name in packed_layers(other):
@@ -232,9 +221,9 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantize linear layers of the decoder, and the base layers of all adapters, to NF4.
+    """Quantize decoder layers and all adapter bases to NF4.
 
-    The LM head, embeddings, vision layers without adapters and the family's not_quantized layers keep their dtype.
+    LM head, embeddings, vision layers without adapters and not_quantized layers keep their dtype.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -248,7 +237,7 @@ def quantize_base(model: VisionLanguageModel):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    # The NF4 module is imported late, because few recipes set adapter.quantize.
+    # imported late: few recipes quantize
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -257,7 +246,7 @@ def quantize_layer(model: nn.Module, name: str):
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
-    """Initialize each adapter's matrix A with uniform values in +-1/sqrt(in_features), and matrix B with zeros."""
+    """Initialize A uniformly in +-1/sqrt(in_features), B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -268,7 +257,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Set a model's parameters to full tensors of any dtype; each rank keeps its own shard."""
+    """Set parameters from full tensors of any dtype; ranks keep their own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -280,10 +269,10 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the names of the linear layers that one item of the option adapter.target selects."""
+    """Return the linear layers that an item of adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets  # names that only this family has
+    kinds = family_of(model).adapter_targets  # names of this family
     try:
         pattern = re.compile(target)
     except re.error as error:
@@ -304,7 +293,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
-    """Replace a linear layer with a LoRALinear whose A and B are zero, and discard any old adapter."""
+    """Replace a linear layer with a zero LoRALinear, discarding any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -1,7 +1,6 @@
 """Rotary position embeddings: M-RoPE in the decoder, 2-D rotary embeddings in the vision tower.
 
-Dimension letters: N tokens in the packed sequence, P patches, D head_dim, H heads. `config` is a ModelConfig from
-model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
+Dimension letters: N packed tokens, P patches, D head_dim, H heads.
 """
 
 from functools import cache
@@ -16,12 +15,11 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 def get_rope_index(
     input_ids: Tensor, image_grid_thw: Tensor, model_config: ModelConfig, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
-    """Compute the (time, height, width) M-RoPE position for every prompt token.
+    """Compute M-RoPE positions (time, height, width) of prompt tokens.
 
-    In text, the three positions of a token are equal, and increase by 1 from token to token. An image's tokens share
-    one time position, and their positions in height and width count the rows and columns of the merged grid. A video's
-    time steps have time positions in proportion to seconds. After an image or a video, the next text token's position
-    is the largest position in time, height or width, plus one.
+    Text: three equal positions, rising by 1. Image: one time position; height and width count rows and columns of the
+    merged grid. Video: time positions in proportion to seconds. The text after an image or video continues at the
+    largest position plus 1.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -32,20 +30,19 @@ def get_rope_index(
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
-        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width, in placeholder
-            order.
-        second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None means 1 second.
+        image_grid_thw: (images and videos, 3) int64, patches in time, height, width, in placeholder order.
+        second_per_grid_ts: (images and videos,) float32, seconds per time step. None = 1.
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later releases of transformers compute different positions for videos; see docs/results.md.
+        4.51 and vLLM. Later transformers compute other positions for videos, see docs/results.md.
     """
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
     merge = model_config.vision_config.spatial_merge_size
-    pieces = []  # tensors with the positions for ids[:done]
+    pieces = []  # positions of ids[:done]
     done = 0
-    position = 0  # the next token's position
+    position = 0  # of the next token
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = done
@@ -76,23 +73,23 @@ def _text_positions(first: int, count: int) -> Tensor:
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, vision_config: VisionConfig) -> Tensor:
-    """Return the time, row and column of each merged token in an image or a video, (3, tokens)."""
+    """Return (3, tokens): time, row and column of merged tokens."""
     time = torch.arange(t)
-    # In Qwen2-VL, which lacks tokens_per_second, each time step of a video advances the time position by one.
+    # Qwen2-VL has no tokens_per_second: one position per time step
     if vision_config.tokens_per_second is not None:
-        # Models were trained with time positions computed in float32; float64 sometimes gives a different position.
+        # float32 as in training: float64 sometimes rounds to another position
         time = (time * seconds * vision_config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of M-RoPE.
+    """Compute cosines and sines of M-RoPE.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
     Returns:
-        cos, sin: arguments for apply_rotary, each (N, 1, D), computed in float32 and cast to dtype.
+        cos, sin: (N, 1, D) each, computed in float32, cast to dtype.
     """
     axes = _tensor(model_config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), model_config.rope_theta, position_ids.device)
@@ -104,16 +101,15 @@ def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dt
 def vision_rotary(
     image_grid_thw: Tensor, vision_config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
+    """Compute cosines and sines of the 2-D rotary embedding of patches.
 
-    A patch in row i and column j has the angles i * frequencies, followed by j * frequencies. As in pixel_values, the 2
-    x 2 patches that are merged into one token are contiguous. All frames of a video have the same rotary angles,
-    because the tower's rotary embedding does not encode time.
+    A patch in row i and column j has the angles i * frequencies, then j * frequencies; time is not encoded. The 2 x 2
+    patches of a merged token are contiguous, as in pixel_values.
 
     Args:
-        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
+        image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
     Returns:
-        cos, sin: arguments for apply_rotary, each (P, 1, D) float32.
+        cos, sin: (P, 1, D) float32 each.
     """
     merge = vision_config.spatial_merge_size
     count = vision_config.hidden_size // vision_config.num_heads // 4
@@ -128,7 +124,7 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines (N, 1, D) of angles (N, D/2), with negated sines in the first half."""
+    """Return cosines and sines (N, 1, D) of angles (N, D/2), the first half of the sines negated."""
     cos = angles.cos()
     sin = angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]

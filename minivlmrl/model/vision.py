@@ -1,10 +1,9 @@
-"""The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
+"""Vision tower: encodes image patches, and merges 2 x 2 patches into one decoder token.
 
-The decoder (model/decoder.py) replaces the embeddings of image placeholders with the tower's output. VisionTransformer
-is the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The vision towers of Qwen2-VL and Qwen3-VL
-are defined in model/families/.
+The decoder (model/decoder.py) puts the output in place of the image placeholders. VisionTransformer is the tower of
+Qwen2.5-VL: window attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
 
-Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
+Dimension letters: P patches of all images, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
 
 import math
@@ -27,7 +26,7 @@ ALIGNED = 8  # 16-bit values in 16 bytes
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP: down(silu(gate(x)) * up(x)), with biases in the vision tower and without biases in the decoder."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)), with biases only in the vision tower."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -42,17 +41,16 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if padding the MLP's intermediate size makes the MLP faster."""
-        # In 16 bits, rows of 3,420 values (Qwen2.5-VL) are not aligned to 16 bytes, which makes cuBLAS about 3 times
-        # slower.
+        """Return True if a padded intermediate size is faster."""
+        # 16-bit rows of 3,420 values (Qwen2.5-VL) are not aligned to 16 bytes: cuBLAS is about 3 times slower
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP after padding its intermediate size with zeros."""
+        """Compute the MLP with zero-padded intermediate size."""
 
-        # The weights are padded in each forward pass, so that checkpoints and shards keep the shapes in config.json.
+        # padded in each forward pass: checkpoints and shards keep the shapes of config.json
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -61,23 +59,23 @@ class MLP(nn.Module):
         return F.linear(F.silu(padded(self.gate_proj)) * padded(self.up_proj), weight, self.down_proj.bias)
 
 
-NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by config.norm
-EPS = 1e-6  # epsilon for the norms in the vision tower
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+EPS = 1e-6  # of the vision norms
 
 
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
-    """Order merged tokens by attention window, so that the tokens of each window are contiguous.
+    """Order merged tokens by attention window.
 
-    Windows of window_size pixels tile each frame from the top left; windows at the right and bottom may be smaller.
+    Windows of window_size pixels tile a frame from the top left; those at the right and bottom may be smaller.
     Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
-        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
+        image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
     Returns:
-        order: (M,) int64, each merged token's raster index, in window order.
-        window_lengths: patches in each window, in window order.
-        frame_lengths: patches in each frame, in window order.
+        order: (M,) int64 raster indices in window order.
+        window_lengths: patches per window.
+        frame_lengths: patches per frame.
     Source: get_window_index for Qwen2.5-VL in transformers, without its padding with -100.
     """
     merge = vision_config.spatial_merge_size
@@ -88,14 +86,14 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # side of a window in merged tokens; without window attention, one window covers the whole frame
+        # window side in merged tokens; whole frame without window attention
         side = max(rows, cols)
         if vision_config.window_size:
             side = vision_config.window_size // merge // vision_config.patch_size
         windows_a_row = math.ceil(cols / side)
         window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
         window_col = torch.arange(cols) // side  # (cols,)
-        window = window_row * windows_a_row + window_col  # (rows, cols) each token's window index
+        window = window_row * windows_a_row + window_col  # (rows, cols) window index per token
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -107,24 +105,24 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
 
 @dataclass
 class VisionLayout:
-    """The layout of a batch of patches: their order, their rotary angles and their attention segments."""
+    """Order, rotary angles and attention segments of a batch of patches."""
 
-    order: Tensor  # (P,) for each patch in window order, its index in pixel_values
-    raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
-    cos: Tensor  # (P, 1, 1, D) float32, each patch's rotary cosines, in window order
-    sin: Tensor  # (P, 1, 1, D) float32, each patch's rotary sines, in window order
-    windows: Segments  # one segment per attention window, for blocks with window attention
-    frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
+    order: Tensor  # (P,) window order -> index in pixel_values
+    raster_order: Tensor  # (M,) raster order -> index in window order
+    cos: Tensor  # (P, 1, 1, D) float32 rotary cosines, in window order
+    sin: Tensor  # (P, 1, 1, D) float32 rotary sines, in window order
+    windows: Segments  # for blocks with window attention
+    frames: Segments  # for blocks in config.fullatt_block_indexes
 
 
-# The policy and the reference model process the same images, so the images' layouts are cached.
+# cached: policy and reference process the same images
 @lru_cache(maxsize=8)
-# Sampling runs in inference mode, but training uses the same layouts, and autograd rejects inference tensors.
+# autograd rejects tensors of inference mode, in which sampling runs
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
 ) -> VisionLayout:
-    """Compute the order of the patches, their rotary angles, and the windows in which they attend to each other."""
+    """Compute order, rotary angles and attention segments of patches."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, vision_config)
     patches = torch.arange(len(merged) * vision_config.spatial_merge_size**2).view(len(merged), -1)
@@ -141,13 +139,13 @@ def vision_layout(
 
 
 class VisionTower(nn.Module):
-    """Base class for the vision towers of all families."""
+    """Base class of all vision towers."""
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings
-    # transformer blocks, which are the units for sharding and activation checkpointing
+    # units of sharding and activation checkpointing
     blocks: nn.ModuleList
-    merger: nn.Module  # the model's part "merger"; all other weights are the part "vision"
+    merger: nn.Module  # part "merger"; other weights: part "vision"
 
 
 class VisionTransformer(VisionTower):
@@ -159,15 +157,15 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(vision_config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos in a batch.
+        """Encode all images and videos of a batch.
 
-        A patch covers two frames of a video, and attends only to patches that cover the same two frames.
+        A video patch covers two frames, and attends only to patches of the same two frames.
 
         Args:
-            pixel_values: (P, patch_dim), in the order of the function patchify, of any floating dtype.
-            image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width.
+            pixel_values: (P, patch_dim) of any floating dtype, in the order of patchify.
+            image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
         Returns:
-            (M, out_hidden_size) merged tokens, in the order of images and videos, and in raster order within each.
+            (M, out_hidden_size) merged tokens, in raster order within an image or video.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = vision_layout(grids, self.config, pixel_values.device)
@@ -176,12 +174,12 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # Four patches become one merged token, so restoring the raster order is cheaper after merging than before.
+        # after merging: a quarter of the rows to reorder
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of flattened patches; the weight has the shape of a 3-D convolution, as in checkpoints."""
+    """Linear projection of flattened patches, with the weight of a 3-D convolution as in checkpoints."""
 
     def __init__(self, vision_config: VisionConfig):
         super().__init__()
@@ -215,13 +213,13 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
-        # The rotated queries and keys are float32, like the cosines and sines.
+        # rotation in float32
         q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 
 
 class PatchMerger(nn.Module):
-    """Normalize patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
+    """Normalize patches, concatenate 2 x 2 blocks, apply a two-layer MLP."""
 
     def __init__(self, vision_config: VisionConfig):
         super().__init__()
