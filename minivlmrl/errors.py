@@ -50,8 +50,7 @@ def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that the user can fix without a traceback, otherwise None.
 
     A user can fix three kinds of errors: running out of memory, an OSError, and a ValueError that minivlmrl raises.
-        Errors
-    in a user's own code are shown with their traceback.
+    Errors in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # it gives the size, if known

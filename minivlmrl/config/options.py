@@ -340,9 +340,14 @@ class TrainingOptions:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
     @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps in one pass over the prompts of a rollout."""
+        return 1
+
+    @property
     def passes_per_rollout(self) -> int:
-        """The number of optimizer steps that train on each row of a rollout."""
-        return getattr(self, "num_iterations", 1) * getattr(self, "num_ppo_epochs", 1)
+        """Optimizer steps that train on each row of a rollout."""
+        return 1
 
 
 @dataclass
@@ -437,6 +442,14 @@ class GRPOOptions(TrainingOptions):
             )
 
     @property
+    def steps_per_rollout(self) -> int:
+        return self.steps_per_generation
+
+    @property
+    def passes_per_rollout(self) -> int:
+        return self.num_iterations
+
+    @property
     def advantages_name(self) -> str:
         """The name of the advantage function; if grpo.advantages is None, the name follows from other options."""
         if self.advantages is not None:
@@ -467,6 +480,14 @@ class PPOOptions(TrainingOptions):
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor of GAE
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.num_mini_batches
+
+    @property
+    def passes_per_rollout(self) -> int:
+        return self.num_ppo_epochs
 
 
 # ------------------------------------------------------------------------------------------ the run

@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +19,10 @@ MAX_AHEAD = 64
 Result = TypeVar("Result")
 
 
-@dataclass
-class PreparedRow(Row):
-    """A row with a prompt that was computed in advance by a background thread."""
-
-    prepared_prompt: Prompt | None = None
-
-    def prompt(self, processor: Processor) -> Prompt:
-        assert self.prepared_prompt is not None
-        return self.prepared_prompt
-
-
 class Batches(Iterator[list[Row]]):
     """An endless iterator over this rank's batches of rows, one batch for each rollout.
 
-    A batch holds the rows for `trainer.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again
+    A batch holds the rows for `options.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again
     for every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that the same
     completions are sampled on any number of ranks. Background threads compute the next batch's prompts.
 
@@ -53,7 +42,7 @@ class Batches(Iterator[list[Row]]):
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
-        batch_size = self.step_size * trainer.steps_per_rollout
+        batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
         # Each worker uses only one CPU thread in PyTorch, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
@@ -96,7 +85,9 @@ class Batches(Iterator[list[Row]]):
             return readable_prompt(row, self.processor, self.checked_answers)
 
         row, prompt, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
-        return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
+        row.key = key
+        row.prepared_prompt = prompt
+        return row, failures
 
     def row(self, index: int, key: str = "") -> Row:
         """Load a single row, and compute its prompt; the text `key` seeds the row's random numbers."""

@@ -88,15 +88,18 @@ class Row:
     where: str = ""  # the row's file and line, for error messages
     key: str = ""  # text that seeds all random numbers for this row
     index: int = -1  # the row's index in its dataset
+    prepared_prompt: Prompt | None = None  # computed in advance by a thread of the loader
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Convert the question to tensors.
+        """Convert the question to tensors, unless a thread has done so in advance.
 
         Args:
             processor: function that takes messages, images and videos, such as a Processor.
         Raises:
             ValueError: the prompt is invalid. The message begins with the row's file and line.
         """
+        if self.prepared_prompt is not None:
+            return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:  # image sizes, for example, are only checked here

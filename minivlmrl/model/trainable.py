@@ -1,14 +1,12 @@
-"""Select which parameters of a model are trained, and summarize the selection as a table."""
+"""Select which parameters of a model are trained."""
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from torch import nn
 
 from minivlmrl.config.types import LAYERS, Frozen
 from minivlmrl.errors import pluralize, require
-from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter, part_of
+from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
@@ -71,28 +69,3 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
 def is_in_tower(name: str) -> bool:
     """Return True if a parameter belongs to a vision tower."""
     return "visual." in name
-
-
-def trainable_summary(model: nn.Module) -> str:
-    """Return a table of the trained parameters, with one line per model part or kind of adapted layer."""
-    kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        layer_name = name.rpartition(".")[0]
-        kind_name = part_of(name)
-        rank_text = ""
-        if is_adapter(name):
-            # The layers blocks.0.mlp, blocks.1.mlp and so on are counted together as blocks.*.mlp.
-            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
-            r = parameter.shape[0 if name.endswith("lora_A") else 1]
-            rank_text = f" x r {r}"
-        kinds[kind_name, rank_text][layer_name] += parameter.numel()
-    base_count = sum(weight.shape.numel() for weight in base_weights(model).values())
-    trained_count = sum(counts.total() for counts in kinds.values())
-    lines = [f"trained: {trained_count:,} parameters, {trained_count / base_count:.3%} of the base's {base_count:,}"]
-    for (kind_name, rank_text), counts in kinds.items():
-        count = counts.total()
-        share = f"{count / base_count:.3%}"
-        lines.append(f"  {kind_name:<40} {len(counts):>4}{rank_text:<9}{count:>14,} {share:>8}")
-    return "\n".join(lines)

@@ -139,7 +139,6 @@ class Trainer:
     answers: tuple[str, ...] = ()  # fields of Row with the answers to train on; empty if completions are sampled
     samples_completions = False  # True if the stage samples completions and scores them
     trains_policy = True  # False if the stage trains a separate model instead of the policy
-    steps_per_rollout = 1  # optimizer steps in one pass over the prompts of a rollout
     trained: nn.Module  # module whose parameters the optimizer updates
 
     def __init__(

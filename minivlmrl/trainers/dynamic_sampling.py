@@ -56,7 +56,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, bool]], count: int) -> Rollout:
     """Build a rollout from `count` groups; groups with equal rewards are used only if there are too few others."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
-    per_step = count // trainer.steps_per_rollout
+    per_step = count // trainer.options.steps_per_rollout
     local = []  # this rank's groups, in the order of the optimizer steps
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])

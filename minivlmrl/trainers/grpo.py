@@ -10,7 +10,7 @@ DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in 
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -21,14 +21,11 @@ from torch import Tensor
 from minivlmrl.config.import_utils import load_function
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import GRPOOptions, RunConfig
-from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import truncate
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
-from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
@@ -39,10 +36,11 @@ class GRPOBatch(SampledBatch):
     """A micro-batch with the tensors that GRPO's loss and its variants need."""
 
     advantages: Tensor  # (R,)
-    old_per_token_logps: Tensor | None  # (R, T) policy log-probabilities before the first update, if they are needed
-    importance_sampling_ratio: Tensor | None  # (R, T) or (R, 1): trainer probability / sampler probability
-    entropy_threshold: float | None  # lowest entropy among the tokens that the optimizer step trains on
-    num_entropy_tokens: float | None  # number of tokens in the step with entropy >= entropy_threshold
+    old_per_token_logps: Tensor | None = None  # (R, T) policy log-probabilities before the first update
+    old_entropies: Tensor | None = None  # (R, T) policy entropies before the first update
+    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
+    entropy_threshold: float | None = None  # lowest entropy among the tokens that the optimizer step trains on
+    num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
@@ -54,6 +52,7 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
+    num_gen_batches = 1  # batches that dynamic sampling has used for the current rollout
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -64,13 +63,6 @@ class GRPOTrainer(RolloutTrainer):
     @staticmethod
     def has_reference(options: GRPOOptions) -> bool:
         return bool(options.beta)
-
-    def __init__(
-        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
-    ):
-        super().__init__(config, model, processor, world, steps_done)
-        self.steps_per_rollout = self.options.steps_per_generation
-        self.num_gen_batches = 1  # number of batches that dynamic sampling has used for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
 
@@ -125,7 +117,8 @@ class GRPOTrainer(RolloutTrainer):
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - options.beta * kl, rewards)
             for step in steps:
-                step[:] = [replace(b, advantages=self.gather_advantages(advantages, b)) for b in step]
+                for batch in step:
+                    batch.advantages = self.gather_advantages(advantages, batch)
         return steps
 
     @property
@@ -165,42 +158,36 @@ class GRPOTrainer(RolloutTrainer):
         # 1. Exchange groups between ranks to balance the number of tokens, and pack the samples.
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        # 2. Compute log-probabilities and entropies with the policy before its update.
-        old_logps: list[Tensor | None] = [None] * len(packed)
-        old_entropies: list[Tensor] = []
-        if self.needs_old_logps:
-            pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
-            old_logps = [group.pad(logps) for group, (logps, _) in pairs]
-            old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
+        # 2. Compute what the loss needs from the policy before its update.
+        batches = [self.before_update(batch, advantages) for batch in packed]
         # 3. To train only on tokens with high entropy, compute the entropy threshold over the tokens of all ranks.
-        threshold = num_entropy_tokens = None
         if options.top_entropy_quantile < 1:
-            local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
-            entropies = torch.cat(self.world.gather_objects(local))
+            local = [
+                batch.old_entropies[batch.loss_mask.bool()].cpu()
+                for batch in batches
+                if batch.old_entropies is not None
+            ]
+            entropies = torch.cat(self.world.gather_objects(torch.cat(local)))
             threshold = top_entropy_threshold(entropies, options.top_entropy_quantile)
-            num_entropy_tokens = (entropies >= threshold).sum().item()
-            threshold = threshold.item()
-        # 4. Compute the ratios of trainer to sampler probabilities, and build the batches for the loss.
-        batches = []
-        for batch, logps in zip(packed, old_logps, strict=True):
-            ratio = None
-            if options.rollout_correction:
-                assert logps is not None  # because needs_old_logps is True
-                clip_min, clip_max = options.rollout_correction_bounds
-                ratio = rollout_importance_ratio(
-                    logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
-                )
-            batches.append(
-                GRPOBatch(
-                    **vars(batch),
-                    advantages=self.gather_advantages(advantages, batch),
-                    old_per_token_logps=logps,
-                    importance_sampling_ratio=ratio,
-                    entropy_threshold=threshold,
-                    num_entropy_tokens=num_entropy_tokens,
-                )
-            )
+            for batch in batches:
+                batch.entropy_threshold = threshold.item()
+                batch.num_entropy_tokens = (entropies >= threshold).sum().item()
         return batches
+
+    def before_update(self, batch: SampledBatch, advantages: Tensor) -> GRPOBatch:
+        """Add the advantages, and what the loss needs from the policy before its update."""
+        options = self.options
+        grpo_batch = GRPOBatch(**vars(batch), advantages=self.gather_advantages(advantages, batch))
+        if self.needs_old_logps:
+            logps, entropies = self.logps(batch.group)
+            grpo_batch.old_per_token_logps = old_logps = batch.group.pad(logps)
+            grpo_batch.old_entropies = batch.group.pad(entropies)
+            if options.rollout_correction:
+                clip_min, clip_max = options.rollout_correction_bounds
+                grpo_batch.importance_sampling_ratio = rollout_importance_ratio(
+                    old_logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
+                )
+        return grpo_batch
 
     @cached_property
     def needs_all_samples(self) -> bool:
@@ -217,7 +204,7 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def policy_moves(self) -> bool:
         """Return True if several optimizer steps train on the same rollout."""
-        return self.options.num_iterations * self.steps_per_rollout > 1
+        return self.options.num_iterations * self.options.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.options.mask_truncated_completions

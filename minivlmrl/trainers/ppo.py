@@ -68,7 +68,6 @@ class PPOTrainer(RolloutTrainer):
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(config, model, processor, world, steps_done)
-        self.steps_per_rollout = self.options.num_mini_batches
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 

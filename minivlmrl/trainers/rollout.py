@@ -1,9 +1,9 @@
 """Sample completions, compute their rewards and pack micro-batches, for trainers such as GRPO and PPO.
 
-    rows -> prompts -> G completions per prompt -> rewards (n, K) sample_and_score
-         -> groups with about the same number of tokens on all ranks      rebalance
-         -> micro-batches of samples                              split
-         -> packed micro-batches                                  pack
+    rows -> prompts -> G completions per prompt -> rewards (n, K)    sample_and_score
+         -> groups with about the same number of tokens on all ranks  rebalance
+         -> micro-batches of samples                                  split
+         -> packed micro-batches                                      pack
 
 Letters in tensor shapes:
 
@@ -116,7 +116,7 @@ class RolloutTrainer(Trainer):
     def rollout_steps(self) -> Iterator[Step]:
         for rows in self.batches:
             rollout = self.generate_rollout(rows)
-            size = len(rollout.groups) // self.steps_per_rollout
+            size = len(rollout.groups) // self.options.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
             parts = [rollout.groups[start : start + size] for start in starts]
             with self.phase("scoring", rows):

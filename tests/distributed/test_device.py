@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.distributed.device import describe_device, find_device
+from minivlmrl.distributed.device import find_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.check import preflight
+from minivlmrl.extras.check.summary import describe_device
 from minivlmrl.kernels import verdicts
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 06:54:38 UTC 2025"

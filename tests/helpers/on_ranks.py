@@ -70,10 +70,10 @@ class Uneven:
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """Return an object with the attributes of a trainer that Batches reads."""
-    options = SimpleNamespace(prompts_per_step=prompts_per_step)
+    options = SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_rollout=1)
     config = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
-        stage=stage, options=options, config=config, world=world, steps_per_rollout=1,
+        stage=stage, options=options, config=config, world=world,
         processor=Processor(shapes.tokenizer(), ImageProcessor()), answers=(),
     )  # fmt: skip
 

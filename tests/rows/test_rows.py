@@ -196,9 +196,9 @@ def check_skipped(case: Case, dataset: FileDataset, processor: Processor, index:
     with pytest.raises(ValueError, match=where):
         dataset[index].prompt(processor)
     options = SimpleNamespace(seed=0, data=DataOptions(skip_unreadable=True, image_workers=0))
-    stage = SimpleNamespace(prompts_per_step=1)
+    stage = SimpleNamespace(prompts_per_step=1, steps_per_rollout=1)
     trainer = SimpleNamespace(
-        config=options, options=stage, stage="sft", steps_per_rollout=1, world=World(), processor=processor, answers=()
+        config=options, options=stage, stage="sft", world=World(), processor=processor, answers=()
     )
     with pytest.warns(UserWarning, match=where + ".*this row is skipped; 1 so far"):
         row = Batches(dataset, trainer).row(index)

@@ -15,16 +15,15 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset
-from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import USER_FILES, error_context, truncate
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
+from minivlmrl.extras.check.summary import describe_device, trainable_summary
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
