@@ -99,6 +99,13 @@ class Callback:
         return {}
 
 
+class Callbacks(list[Callback]):
+    """Callbacks of a run: a call of a method calls it on all of them, in order, and returns their results."""
+
+    def __getattr__(self, method: str) -> Callable[..., list]:
+        return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
+
+
 class Watcher(Callback):
     """Base class for callbacks that only watch; their errors are printed, and the run goes on without them."""
 
@@ -141,7 +148,7 @@ WATCHERS = {  # {what a callback watches: its class in extras/}
 }
 
 
-def default_callbacks(config: RunConfig) -> list[Callback]:
+def default_callbacks(config: RunConfig) -> Callbacks:
     """Build the callbacks of a run: those that watch it, unless extras/ is missing, and those that options name."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
@@ -150,4 +157,4 @@ def default_callbacks(config: RunConfig) -> list[Callback]:
         names["reference.sync_ref_model"] = "moving_reference:MovingReference"
     if config.dpo.precompute_ref_log_probs and "dpo" in config.stage_names:
         names["dpo.precompute_ref_log_probs"] = "reference_logps:ReferenceLogps"
-    return [load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items()]
+    return Callbacks(load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items())

@@ -12,7 +12,7 @@ and the current stage, step or row. An incomplete checkpoint has a folder name t
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +36,7 @@ from minivlmrl.errors import error_context, error_phase, pluralize, truncate
 from minivlmrl.files import digest, file_stamps, flush_file, unchanged, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoint_files import find_shards, read_into, sampled_blocks, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
@@ -141,7 +141,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class CheckpointManager:
-    def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]):
+    def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Callbacks):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
         self.world = world
@@ -154,7 +154,6 @@ class CheckpointManager:
         self.saved_time = clock()  # time of the last checkpoint
         self.stage = ""  # the stage that has begun; see `restore`
         self.can_save = True  # False while a rollout is in use
-        signals.can_stop = lambda: self.can_save
 
     def after_update(self, state: TrainerState, ends_rollout: bool):
         """After an update of the weights, record whether a checkpoint can be saved before the next update."""
@@ -192,8 +191,8 @@ class CheckpointManager:
         if self.saved_steps != state.steps:
             state.num_log_lines = log.lines_to_keep()
             state.logs = {}
-            for callback in self.callbacks:
-                state.logs.update(callback.state_dict())
+            for texts in self.callbacks.state_dict():
+                state.logs.update(texts)
             self.save(self.folder_of(state), state, world)
 
     @contextmanager

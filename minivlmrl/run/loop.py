@@ -19,7 +19,7 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import error_phase
 from minivlmrl.model.trainable import is_in_tower
-from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
@@ -44,11 +44,10 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         The exit code of the process: 0, or 75 if a signal ended the run.
     """
     # recipe
-    callbacks = default_callbacks(config) if callbacks is None else callbacks
+    callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
     trainers = find_trainers(config)
     check_outputs(config, trainers)
-    for callback in callbacks:
-        callback.on_recipe(config, trainers)
+    callbacks.on_recipe(config, trainers)
 
     # ranks
     signals = StopSignals(
@@ -66,6 +65,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
         # output folder
         checkpoints = CheckpointManager(config, world, signals, callbacks)
+        signals.can_stop = lambda: checkpoints.can_save
         state = checkpoints.to_resume(datasets)
         if world.is_main:  # only now, so that a run that fails earlier writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
@@ -88,7 +88,7 @@ def train_stages(
     log: MetricsLog,
     checkpoints: CheckpointManager,
     state: TrainerState,
-    callbacks: Sequence[Callback],
+    callbacks: Callbacks,
 ):
     """Train the stages of a recipe, of a resumed run from the stage in which it stopped, and write the results."""
     config = results.config
@@ -117,11 +117,7 @@ def train_stages(
 
 
 def replace_files(
-    results: Results,
-    log: MetricsLog,
-    checkpoints: CheckpointManager,
-    resumed: Path | None,
-    callbacks: Sequence[Callback],
+    results: Results, log: MetricsLog, checkpoints: CheckpointManager, resumed: Path | None, callbacks: Callbacks
 ):
     """Replace the files of an earlier run; an error before this call leaves them as they were."""
     checkpoints.delete_newer()
@@ -134,13 +130,12 @@ def replace_files(
 
 
 @contextmanager
-def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
+def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
     """Context manager that passes an error raised in its block to the callbacks."""
     try:
         yield
     except Exception as error:
-        for callback in callbacks:
-            callback.on_error(error)
+        callbacks.on_error(error)
         raise
 
 
@@ -152,28 +147,27 @@ def train_stage(
     log: MetricsLog,
     checkpoints: CheckpointManager,
     state: TrainerState,
-    callbacks: Sequence[Callback],
+    callbacks: Callbacks,
 ):
     """Train one stage of a recipe, from its first step or from a checkpoint."""
     stage = trainer.stage
     options = trainer.options
     batches = Batches(rows, trainer, state.batches_consumed)
     steps = trainer.steps(batches)  # samples nothing yet
-    for callback in callbacks:
-        callback.on_stage_begin(trainer, optimizer, state)
+    callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
-    for number in range(state.step, options.max_steps):
+    for number in range(state.step, options.max_steps + 1):
+        # A due checkpoint has been saved, so a run that is killed in the evaluation loses no step.
+        results.evaluate_if_due(trainer, number)
+        if number == options.max_steps:
+            break
         try:
-            # A due checkpoint is saved before the evaluation, so a run that is killed in the evaluation loses no step.
-            results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
-            for callback in callbacks:
-                callback.on_step_begin(trainer, optimizer, step, number, batches)
+            callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
             with error_phase(UPDATE):  # because `after_step` is part of the update
-                for callback in callbacks:
-                    callback.after_step(trainer, number)
+                callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
@@ -181,14 +175,12 @@ def train_stage(
         state.advance(batches.batches_consumed)
         checkpoints.after_update(state, step.ends_rollout)
         values = log.step(number, metrics, step)
-        for callback in callbacks:
-            callback.on_step_end(trainer, step, number, values)
+        callbacks.on_step_end(trainer, step, number, values)
         trainer.world.barrier("finish its callbacks and trackers")
         log.snapshot_line_counts()
         state.seconds[stage] = log.seconds
         checkpoints.after_step(state, log)
     state.seconds[stage] = log.end_stage()
-    results.after_step(trainer, options.max_steps)
     results.measure(f"after_{stage}", trainer)
 
 

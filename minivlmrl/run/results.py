@@ -3,7 +3,6 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
@@ -15,7 +14,7 @@ from minivlmrl.errors import error_phase, pluralize
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
 from minivlmrl.run.metrics import METRICS, MetricsLog, short_names
@@ -67,7 +66,7 @@ class Results:
         log: MetricsLog,
         held_out: Dataset | None,
         state: TrainerState,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks,
     ):
         self.config = config
         self.model = model
@@ -92,7 +91,7 @@ class Results:
             steps_done = trainer.options.max_steps if trainer else 0
             self.state.results[name] = self.evaluate(name, trainer, steps_done)
 
-    def after_step(self, trainer: Trainer, steps_done: int):
+    def evaluate_if_due(self, trainer: Trainer, steps_done: int):
         """Evaluate every eval_steps steps, except at a stage's end, and save the weights every save_steps steps."""
         if steps_done == 0:
             return
@@ -137,8 +136,7 @@ class Results:
                 values |= trainer.evaluate(held_out)
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
-        for callback in self.callbacks:
-            callback.on_evaluation(stage, steps_done, len(held_out))
+        self.callbacks.on_evaluation(stage, steps_done, len(held_out))
         self.world.barrier("finish its callbacks and trackers")
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:

@@ -1,7 +1,7 @@
 """Build the model, the processor and the datasets of a run, and check them before the first step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -30,7 +30,7 @@ from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
@@ -41,12 +41,11 @@ from minivlmrl.trainers.registry import find_trainer
 
 
 def prepare(
-    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
+    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Callbacks
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Check the recipe and its rows, and build the model, the processor and the datasets."""
     # device, disk and options
-    for callback in callbacks:
-        callback.on_setup(config, world)
+    callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)  # reports a missing package before the weights are loaded
@@ -62,13 +61,11 @@ def prepare(
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
-    for callback in callbacks:
-        callback.on_rows(config, datasets, processor, world)
+    callbacks.on_rows(config, datasets, processor, world)
 
     # weights
     model = build_weights(config, world, processor)
-    for callback in callbacks:
-        callback.on_model(config, datasets, model, processor, world)
+    callbacks.on_model(config, datasets, model, processor, world)
     world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")
     return model, processor, datasets
 

@@ -14,6 +14,7 @@ from minivlmrl.extras.report import collect_run
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
+from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.results import Results
 from minivlmrl.run.trainer_state import TrainerState
@@ -34,7 +35,7 @@ def results(home, tmp_path, monkeypatch):
         log = MetricsLog(config, world, state)
         log.open_files()
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        found = Results(config, model, processor, log, held_out, state)
+        found = Results(config, model, processor, log, held_out, state, Callbacks())
         found.write_config()
         return found
 
@@ -145,7 +146,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
     found.measure("start")
     for step in range(1, 5):
         done.append(step)
-        found.after_step(trainer, step)
+        found.evaluate_if_due(trainer, step)
     found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
     assert found.state.best == best

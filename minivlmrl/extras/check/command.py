@@ -49,8 +49,7 @@ def check(config: RunConfig) -> Iterator[str]:
     """Yield a message with cause and fix for each problem in a recipe's options, rows and rewards."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
-    for callback in callbacks:
-        callback.on_recipe(config, stages)
+    callbacks.on_recipe(config, stages)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
