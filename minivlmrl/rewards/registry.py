@@ -7,7 +7,8 @@ name may end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 from minivlmrl.config.import_utils import own_signature, parameters_of, resolve_function
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
-from minivlmrl.data.messages import text_of
+from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import pluralize, truncate
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
@@ -35,32 +36,27 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
 # rewards that extras/check/preflight.py uses to find invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # for calls that look for a failure
 # metrics that every optimizer step logs; a reward may not log other values under these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
-class Text(str):
-    """A str that also supports text[0]["content"], because TRL's conversational rewards read completions that way."""
-
-    message: dict[str, str]
-
-    def __new__(cls, text: str, role: str = "assistant", content: str | None = None):
-        message_text = super().__new__(cls, text)
-        message_text.message = {"role": role, "content": str(text) if content is None else content}
-        return message_text
-
-    def __getitem__(self, key):
-        if isinstance(key, str):
-            return self.message[key]
-        if key not in (0, -1):
-            return super().__getitem__(key)
-        letter = super().__getitem__(slice(key, key + 1 or None))  # a slice of "" raises no error
-        return Text(letter, **self.message)
+# error of a function that reads a text as a list of messages, as in completion[0]["content"]
+READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
+# arguments that a function reads as lists of messages: none, or as TRL passes them for conversations
+FORMS = (), ("prompts",), ("prompts", "completions")
 
 
-def last_turn(prompt: Text | list[dict]) -> Text:
-    # The prompts are already converted if one reward function calls another.
-    return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
+def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
+    """Convert prompts and completions to lists of messages if `form` names them, otherwise to texts."""
+    converted = {}
+    for name, role in (("prompts", "user"), ("completions", "assistant")):
+        conversations = [as_turns(value, role) for value in columns.get(name, ())]
+        if name in form:
+            converted[name] = [[{**turn, "content": text_of(turn)} for turn in turns] for turns in conversations]
+        elif conversations:
+            converted[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
+    return columns | converted
 
 
 class RewardLog:
@@ -93,6 +89,7 @@ class Reward:
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
     max_seconds: float | None = None  # time limit for a call in seconds; None means no limit
+    form: tuple[str, ...] = ()  # arguments that the function gets as messages; one of FORMS
 
     @property
     def columns(self) -> set[str]:
@@ -139,10 +136,8 @@ class Reward:
         }
         for name in callbacks.keys() & columns.keys():  # given by another reward function that calls this reward
             callbacks[name] = columns.pop(name)
-        columns["completions"] = [Text(text) for text in completions]
+        columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
-        if columns.get("prompts"):
-            columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
         score = partial(self._score, columns, callbacks)
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
@@ -160,7 +155,7 @@ class Reward:
         try:
             with nullcontext() if self.max_seconds is None else time_limit(self.max_seconds):
                 try:
-                    values = self.function(**columns | callbacks)
+                    values = self._call(columns, callbacks)
                 except Exception as error:
                     found = self._find_failure(columns, callbacks)
                     raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
@@ -172,14 +167,38 @@ class Reward:
             ) from error
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
+    def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
+        """Call the reward function, and find the form that it reads if it cannot read the present one."""
+        try:
+            return self.function(**in_form(columns, self.form) | callbacks)
+        except (AttributeError, IndexError, TypeError):
+            form = self._find_form(columns, callbacks)
+            if form == self.form:
+                raise
+        self.form = form
+        return self.function(**in_form(columns, form) | callbacks)
+
+    def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
+        """Try the forms of prompts and completions, until the function does not read a text as messages."""
+        # in an empty text, completion[0] fails before ["content"]
+        columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
+        for form in FORMS:
+            try:
+                self.function(**in_form(columns, form) | callbacks | QUIET)
+            except Exception as error:
+                if READS_MESSAGES.search(str(error)):
+                    continue
+            return form
+        return ()
+
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
         """Call the reward function on one completion after another, and describe the first failure."""
-        callbacks = callbacks | {"log_extra": lambda *_: None}
+        callbacks = callbacks | QUIET
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
             try:
                 one = {name: [values[i]] for name, values in columns.items()}
-                self.function(**one | callbacks)
+                self.function(**in_form(one, self.form) | callbacks)
             except Exception:
                 return f"{row and f'{row}: '}reward {self.name}, for the completion {truncate(text, 80)}"
         return f"reward {self.name}, for {pluralize(len(rows), 'completion')} together"

@@ -1,9 +1,7 @@
 """Test rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
 
-import json
 import math
 import os
-import pickle
 import signal
 import time
 import traceback
@@ -69,13 +67,21 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
     assert found == [*expected, [1.0, 0.0, 1.0, 1.0]]
 
 
-def test_a_text_can_be_used_like_messages():
-    text = file.Text("two", "user")
-    assert (text, len(text), text[0], text[-1], text[1:], [*text]) == ("two", 3, "t", "o", "wo", ["t", "w", "o"])
-    assert text[0]["content"] == text[-1]["content"] == "two" and text[0]["role"] == "user" and text[0][0] == "t"
-    assert (
-        json.dumps(text) == '"two"' and pickle.loads(pickle.dumps(text)) == "two" and file.Text("")[0]["content"] == ""
-    )
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda completions, **_: [c[0].get("content", "").count("a") for c in completions], [0, 1]),
+    (lambda completions, **_: [len(c[-1]["content"]) + (c[0]["role"] == "assistant") for c in completions], [1, 3]),
+    (lambda prompts, completions, **_: [prompts[0][-1]["content"] in c for c in completions], [0, 1]),
+    (lambda prompts, completions, **_: [(prompts[0] + c).count("a") for c in completions], [1, 2]),
+    (lambda completions, **_: [len(c) for c in completions], [0, 2]),
+])  # fmt: skip
+def test_a_function_gets_what_it_reads_texts_or_messages(monkeypatch, function, expected):
+    """The first completion is empty, so completion[0] of a text fails before the key."""
+    assert ask(monkeypatch, function, ["", "ab"], prompts=[turns("a")] * 2) == expected
+
+
+def test_an_error_about_an_empty_text_does_not_change_what_a_function_gets(monkeypatch):
+    with pytest.raises(file.RewardFailed, match="for the completion '': IndexError: string index out of range"):
+        ask(monkeypatch, lambda completions, **_: [float(c[0] == "<") for c in completions], ["<", ""])
 
 
 def strict(completions, **columns):
@@ -154,8 +160,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
     n = len(seen["completions"])
     assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
-    assert {type(text[0]["content"]) for text in seen["completions"]} == {str}
-    assert seen["prompts"][0][-1]["role"] == "user"
+    assert {type(text) for text in seen["completions"]} == {str} and seen["prompts"] == ["Name it."] * n
     assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
 
 
