@@ -1,4 +1,4 @@
-"""Build a model from its config.json, with random weights or with tensors from the caller."""
+"""Build a model from a config.json, with random weights or the caller's tensors."""
 
 import math
 from dataclasses import replace
@@ -22,14 +22,14 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# name endings of the layers whose output is added to the residual stream
+# name endings of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# {field of ImageProcessor: field of VisionConfig with the same meaning}
+# ImageProcessor field -> VisionConfig field
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
 def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """Build a model with random weights from a config.json and a tokenizer, and the Processor for its inputs."""
+    """Build a random model and its Processor from a config.json and a tokenizer."""
     model = random_weights(config_file, tokenizer, seed)
     return model, random_processor(model.config, tokenizer)
 
@@ -41,11 +41,11 @@ def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> 
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read a config.json, and take the control tokens and the vocabulary size from a tokenizer."""
+    """Read a config.json, with special tokens and vocabulary size of a tokenizer."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # A larger vocab_size in the section text_config of config.json is kept; the embedding then has unused rows.
+    # a larger vocab_size in text_config is kept: unused rows
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -53,7 +53,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 def random_processor(
     model_config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Build the processor (tokenizer, image settings, template) of a model with random weights."""
+    """Build the processor (tokenizer, image settings, template) of a random model."""
     family = find_family(model_config.model_type)
     patches = {name: getattr(model_config.vision_config, field) for name, field in PATCHES.items()}
     # pixels in one merged token
@@ -66,17 +66,17 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the default chat template of a model family; None means the template in data/chat_template.py."""
+    """Return the family's chat template, None = data/chat_template.py."""
     if family.default_system:
         return None
-    # Jinja is imported late, because Qwen2-VL and Qwen2.5-VL do not need Jinja.
+    # imported late: Qwen2-VL and Qwen2.5-VL need no Jinja
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
 def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLanguageModel:
-    """Build the model for a config with uninitialized weights."""
+    """Build a model with uninitialized weights."""
     try:
         return find_family(model_config.model_type).build_model(model_config)
     except (RuntimeError, OverflowError, TypeError) as error:
@@ -86,7 +86,7 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface for modules that initialize their own parameters in reset_parameters."""
+    """Interface of modules that initialize their own parameters."""
 
     resets_itself: bool
 
@@ -97,9 +97,8 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialize weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Learned position embeddings have the standard deviation vision_config.initializer_range.
-
-    As in GPT-2, the output projections of attention and MLP are divided by sqrt(2 n), where n is the number of blocks.
+    Learned position embeddings have the standard deviation vision_config.initializer_range. Output projections of
+    attention and MLP are divided by sqrt(2 n) for n blocks, as in GPT-2.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -120,7 +119,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace a model's parameters on the meta device with weights of the same names."""
+    """Replace parameters on the meta device with weights of the same names."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -1,4 +1,4 @@
-"""Load models and processors from folders in Hugging Face's format; distributed/saving.py saves models."""
+"""Load models and processors from Hugging Face folders; distributed/saving.py saves models."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files that a saved checkpoint copies from the loaded model's folder, such as the tokenizer
+# files that checkpoints copy from the loaded folder
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -48,12 +48,10 @@ def load_model(
     """Load a model from a local folder or a hub repository.
 
     Args:
-        dtype: parameter dtype; defaults to torch_dtype in config.json.
-        device: parameter device; ignored if the model is sharded.
-        sharding: the Sharding in distributed/fsdp.py, so that each rank loads only its own shard; None disables
-            sharding.
-        adapt: function that adds adapters to the model while it is on the meta device. The folder does not contain
-            weights for these adapters.
+        dtype: parameter dtype, default: torch_dtype in config.json.
+        device: parameter device, ignored with sharding.
+        sharding: distributed/fsdp.py's Sharding, ranks then load only their shard; None = no sharding.
+        adapt: adds adapters without weights in the folder, while the model is on the meta device.
     """
     folder = find_folder(folder)
     with unchanged(folder):
@@ -66,15 +64,15 @@ def load_model(
         if sharding is not None:
             sharding.shard(model)
 
-        # The function take_shard returns the part of a file's tensor that this rank keeps.
+        # take_shard: tensor of a file -> shard of this rank
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
+    model.folder = folder.resolve()  # source of unused tensors in save_model
     return model
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read a folder's config.json; raise ValueError if it is missing or invalid."""
+    """Read config.json; raise ValueError if it is missing or invalid."""
     check_model_folder(folder)
     return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
@@ -82,8 +80,8 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read a model's weights from files, and return this rank's shards of the weights by parameter name."""
-    expected = base_weights(model)  # lists a tied head only as the embedding
+    """Read weights from files, and return {parameter name: this rank's shard}."""
+    expected = base_weights(model)  # a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -129,7 +127,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # A single NaN or infinite value makes the sum NaN or infinite.
+    # one NaN or infinite value is enough
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -139,15 +137,12 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in a safetensors file, with the name that minivlmrl uses.
-
-    A yielded tensor is a view of the memory-mapped file, so the caller must copy the values.
-    """
+    """Yield (name in minivlmrl, tensor) from a safetensors file; tensors are views of the mapped file, to be copied."""
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # Closing the file after each tensor frees the memory of the tensors that have been read.
+        # reopened per tensor: frees the memory of those already read
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -162,7 +157,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the unused tensors in a model's folder, such as Qwen3.5's multi-token prediction layer."""
+    """Return tensors of the folder without a use here, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -183,12 +178,12 @@ def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Load the tokenizer, chat template and image settings from a local folder or a hub repository.
+    """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
+        min_pixels, max_pixels: bounds of the image area, default: those of the folder.
     """
-    # Jinja is imported late, because models with random weights do not need Jinja.
+    # imported late: models with random weights need no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -216,7 +211,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
         value, expected = getattr(model_config.vision_config, field), getattr(images, name)
         require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
     require(
-        model_config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
+        model_config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
         "vocab_size",
         model_config.vocab_size,
         f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
@@ -229,7 +224,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the ids of the end tokens in a folder's generation_config.json, or [] without this file."""
+    """Return the end token ids of generation_config.json, [] without this file."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -239,7 +234,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that checkpoints will contain; the model's folder may be deleted during the run."""
+    """Read files for later checkpoints, because the folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -253,7 +248,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights as a dictionary, with the tensor names that the hub's files use."""
+    """Return {tensor name on the hub: weight}."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
@@ -262,7 +257,7 @@ def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Raise ValueError if a weight is not finite, so that a diverged model is never saved."""
+    """Raise ValueError for a weight that is not finite: a diverged model is never saved."""
     if not tensor.isfinite().all():
         raise ValueError(
             f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "
@@ -271,7 +266,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
 
 
 def write_settings(folder: Path, model: VisionLanguageModel, processor: Processor):
-    """Write all files in a model's folder except the weights."""
+    """Write a model folder without weights."""
     dtype = str(model.save_dtype or model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
@@ -284,7 +279,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # The file processor_config.json is not copied, because its image settings may have changed during training.
+        # not processor_config.json: its image settings may have changed
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text
@@ -294,7 +289,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # A base model's generation_config.json does not list <|im_end|>, with which trained completions end.
+    # trained completions end with <|im_end|>, which base models do not list
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

@@ -1,4 +1,4 @@
-"""Read, check and write config.json, the file with a model's sizes, as a ModelConfig."""
+"""Read, check and write config.json as a ModelConfig."""
 
 import re
 from collections.abc import Container
@@ -11,30 +11,30 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
 
-# keys of config.json that are recomputed when a model is saved
+# keys recomputed on saving
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys in which null is a value; in all other keys, null stands for the default value
+# null is a value here, and the default elsewhere
 NULLABLE = {"bos_token_id", "eos_token_id"}
-# keys of vision_config that are recomputed when a model is saved
+# keys of vision_config recomputed on saving
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
-# model types of text models on which vision-language models are based
+# text models below vision-language models
 TEXT_MODELS = r"(qwen2|qwen3|llama|mistral|mixtral|gemma2?|phi3?|internlm2|deepseek_v\d)(_moe)?|gpt\w*|\w+_text"
 
 
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Parse the content of a config.json, which may be flat as on the hub or nested as in transformers 5."""
+    """Parse config.json, flat as on the hub or nested as in transformers 5."""
     _check_model_type(config, where)
     family = find_family(config["model_type"])
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
     flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
-    flat.pop("mrope_section", None)  # only the mrope_section in the rope settings is used
+    flat.pop("mrope_section", None)  # that of the rope settings counts
     rope = _rope(flat, where)
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # The top-level tie_word_embeddings has priority, because transformers 5 always writes the default into text_config.
+    # top level first: transformers 5 always writes the default into text_config
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat["extra"] = without(flat, names | REWRITTEN)
@@ -54,7 +54,7 @@ def _check_model_type(config: dict, where: str):
 
 
 def to_dict(model_config: ModelConfig) -> dict[str, Any]:
-    """Return config.json's contents in the hub's layout, which vLLM and older transformers releases can read."""
+    """Return config.json in the hub's layout, for vLLM and older transformers, too."""
     family = find_family(model_config.model_type)
     text = asdict(model_config)
     vision = text.pop("vision_config")
@@ -84,9 +84,9 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Merge JSON objects like dict.update, but never replace a value with null: {"a": 1} and {"a": null} give {"a": 1}.
+    """Merge JSON objects like dict.update, but {"a": 1} and {"a": null} give {"a": 1}.
 
-    Some transformers releases write null into text_config for keys with a value at the top level of config.json.
+    Some transformers releases write null into text_config for keys of the top level.
     """
     merged = {}
     for section in sections:
@@ -95,7 +95,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the JSON object under the first key in `names` that the config has, or {}."""
+    """Return the object under the first of `names` in the config, or {}."""
     for name in names:
         section = config.get(name)
         if section:
@@ -105,12 +105,12 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    # the rope settings are called rope_parameters in transformers 5, and rope_scaling in older releases
+    # rope_parameters since transformers 5, rope_scaling before
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
 def _check_supported(flat: dict, vision: dict, family: Family, where: str):
-    """Raise ValueError if a setting in config.json has an unsupported value; null is accepted."""
+    """Raise ValueError for an unsupported setting; null is accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
     fixed = family.config_type
@@ -139,14 +139,14 @@ def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
 
 
 def _check(model_config: ModelConfig):
-    """Raise ValueError if sizes in config.json contradict each other."""
+    """Raise ValueError if sizes contradict each other."""
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # otherwise ModelConfig computes it
+    has_head_dim = "head_dim" in vars(model_config)  # else computed
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
-    rules = [  # (whether the rule holds, name of the field, its value, what it must be)
+    rules = [  # (rule holds, field, value, expected)
         (has_head_dim or model_config.hidden_size % num_heads == 0, "hidden_size", model_config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,

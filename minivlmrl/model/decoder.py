@@ -1,9 +1,6 @@
-"""Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+"""Decoder and LM head of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with parameter names of the hub's checkpoints.
 
-Parameters have the same names as in checkpoints on the Hugging Face hub.
-
-Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
-model/config.py.
+Dimension letters: N tokens, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +20,16 @@ from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
 
 
 class VisionLanguageModel(nn.Module):
-    """A vision-language model for any family: vision tower, decoder and language-model head."""
+    """Vision tower, decoder and LM head, for any family."""
 
-    sharding: Any = None  # the Sharding in distributed/fsdp.py; None if every rank has all weights
-    folder: Path | None = None  # folder from which the weights were loaded, if any
-    save_dtype: torch.dtype | None = None  # dtype for saved weights; None keeps the weights' dtype
+    sharding: Any = None  # distributed/fsdp.py; None = all weights on all ranks
+    folder: Path | None = None  # source of the weights
+    save_dtype: torch.dtype | None = None  # None = dtype of the weights
 
     def __init__(
         self,
         model_config: ModelConfig,
-        # class of the vision tower, whose only argument is config.vision_config
+        # vision tower class; argument: config.vision_config
         tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
@@ -45,23 +42,23 @@ class VisionLanguageModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """Return the blocks of vision tower and decoder; each block is one unit for sharding and recomputation."""
+        """Return the blocks of vision tower and decoder, units of sharding and recomputation."""
         return [*self.visual.blocks, *self.model.layers]
 
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
-        """Compute hidden states for a packed batch.
+        """Compute hidden states of a packed batch.
 
         Args:
-            batch: the batch with N packed tokens.
-            attention: decides which tokens attend to each other. Defaults to GroupAttention(batch.layout).
-            select: (S,) indices of the tokens whose hidden states are needed. None selects all N.
+            batch: N packed tokens.
+            attention: which tokens attend to each other; default: GroupAttention(batch.layout).
+            select: (S,) indices of the needed tokens, None = all N.
         Returns:
-            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes the logits from these states.
+            (S, hidden_size) after the final norm, the input of `lm_head`.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # may be cached if the tower is frozen
+            vision_embeds = batch.vision_embeds  # cached if the tower is frozen
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
@@ -70,13 +67,13 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings of image placeholders in x (N, hidden_size) with the vision tower's output."""
+    """Write the vision tower's output into the placeholder rows of x (N, hidden_size)."""
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
 
 
 class TextModel(nn.Module):
-    """The decoder: token embeddings, layers and final norm."""
+    """Decoder: token embeddings, layers, final norm."""
 
     def __init__(self, model_config: ModelConfig, layer_type: "type[DecoderLayer]"):
         super().__init__()
@@ -94,20 +91,20 @@ class TextModel(nn.Module):
         vision_index: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run all decoder layers and the final norm.
+        """Run all layers and the final norm.
 
-        After the last attention, no token depends on another, so the last MLP processes only the selected tokens.
+        After the last attention no token depends on another, so the last MLP sees only the selected tokens.
 
         Args:
             x: (N, hidden_size) token embeddings.
-            position_ids: (3, N) each token's position in time, height and width; see get_rope_index in model/rope.py.
-            attention: decides which tokens attend to each other.
-            select: (S,) indices of the returned tokens. None returns all N.
-            vision_index: (M,) image-token positions in x.
-            deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the vision tower and is
-                added to the image tokens after layer i.
+            position_ids: (3, N) from get_rope_index.
+            attention: which tokens attend to each other.
+            select: (S,) indices of the returned tokens, None = all N.
+            vision_index: (M,) positions of image tokens in x.
+            deep: DeepStack: deep[i] (M, hidden_size), from an inner block of the tower, is added to the image tokens
+                after layer i.
         Returns:
-            (S, hidden_size) hidden states for the selected tokens.
+            (S, hidden_size) hidden states.
         """
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
@@ -118,7 +115,7 @@ class TextModel(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalizes each q and k head."""
+    """Grouped-query attention: Qwen2 has biases on q, k and v, Qwen3 norms on q and k heads."""
 
     def __init__(self, model_config: ModelConfig, index: int):
         super().__init__()
@@ -143,7 +140,7 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then an MLP, each with a residual connection."""
+    """Pre-norm transformer layer: attention, then MLP, with residual connections."""
 
     norm_type: type[nn.RMSNorm] = RMSNorm
     attention_type: type[SelfAttention] | None = SelfAttention
@@ -158,7 +155,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(model_config.hidden_size, model_config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Compute the attention branch of the layer from normalized hidden states (N, hidden_size)."""
+        """Compute the attention branch from normalized hidden states (N, hidden_size)."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

@@ -1,9 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by its
-block's scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The blocks' scales are
-also quantized ("double quantization"): their mean is subtracted, and each difference is stored in 8 bits. Values and
-scales together take 4.13 bits per value. Every forward and backward pass unpacks the NF4 weights again.
+A block of 64 values has a scale, its largest absolute value. A value is divided by the scale and stored as the index of
+the nearest of 16 quantiles of a normal distribution. Scales are quantized, too ("double quantization"): minus their
+mean, in 8 bits. Together: 4.13 bits per value. Forward and backward passes unpack the weights again.
 """
 
 from collections.abc import Callable
@@ -22,13 +21,13 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# NF4's table of values is cached on each GPU, because CUDA graphs do not allow a blocking copy from the host.
+# cached per GPU: CUDA graphs do not allow a blocking copy from the host
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values that bitsandbytes' dynamic 8-bit code can represent, in ascending order."""
+    """Return the 256 values of bitsandbytes' dynamic 8-bit code, ascending."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -38,15 +37,15 @@ def dynamic_code(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Divide each block of values by its largest absolute value, and round to the nearest values in `code`.
+    """Divide blocks by their largest absolute value, and round to the nearest values in `code`.
 
     Args:
         values: (rows, n) float32.
-        code: (k,) values in [-1, 1], in ascending order; k is at most 256.
-        block: number of values that share a scale.
+        code: (k,) ascending values in [-1, 1], k <= 256.
+        block: values per scale.
     Returns:
-        indices: (rows, n) uint8, the index of each value's nearest entry in the code.
-        scales: (rows, ceil(n / block)), each block's largest absolute value.
+        indices: (rows, n) uint8 indices into the code.
+        scales: (rows, ceil(n / block)) largest absolute values.
     """
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
@@ -58,16 +57,15 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute float32 values (rows, n) from their quantized indices and the blocks' scales."""
+    """Compute float32 values (rows, n) from quantized indices and scales."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantize a weight to NF4, with two values per byte, and quantize the scales to 8 bits.
+    """Quantize a weight to NF4, two values per byte, and its scales to 8 bits.
 
     Returns:
-        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantized scales, and
-        `offset` is the mean that was subtracted from the scales.
+        `packed` values, quantized scales `scale_indices` and `scale_scales`, and `offset`, the mean of the scales.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -84,22 +82,22 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return the result of pack_nf4 for a weight on the meta device."""
+    """Return pack_nf4's result for a weight on the meta device."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Unpack an NF4 weight into a flat tensor (n,), which is padded to whole blocks of 64 values."""
+    """Unpack an NF4 weight into a flat tensor (n,), padded to whole blocks of 64 values."""
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # Unpack 4096 blocks at a time, which fit into a CPU's cache; all blocks at once take 3 times as long.
+    # 4096 blocks at a time fit into a CPU cache: 3 times as fast as all at once
     piece_blocks = 4096 if packed.is_cpu else len(scales)
-    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values for each byte
+    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values per byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
     pieces = zip(
         values.split(piece_blocks),
@@ -114,10 +112,7 @@ def unpack_nf4(
 
 
 class NF4Linear(PackedLinear):
-    """A frozen linear layer with an NF4 weight.
-
-    In a sharded model, the 4-bit values are sharded, and each rank has all scales.
-    """
+    """A frozen linear layer with an NF4 weight; sharding splits the values, but not the scales."""
 
     packed: nn.Parameter
     scale_indices: Tensor
@@ -125,7 +120,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # A memory estimate packs thousands of meta tensors of the same shape, so the packed shapes are cached.
+        # cached: a memory estimate packs thousands of meta tensors of equal shape
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -140,7 +135,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # With CPU offload, the 4-bit values are gathered in host memory, but the scales are on the GPU.
+        # CPU offload: values are gathered in host memory, scales are on the GPU
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

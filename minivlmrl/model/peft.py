@@ -1,7 +1,4 @@
-"""Load and save LoRA adapters in PEFT's format.
-
-An adapter is a folder with the files adapter_config.json and adapter_model.safetensors.
-"""
+"""Load and save LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 import math
 import re
@@ -26,7 +23,7 @@ from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 
-AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
+AdapterShape = tuple[int, float]  # (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # subfolders that may contain an adapter: in a folder from PEFT, in a checkpoint, and in a run's folder
@@ -52,7 +49,7 @@ class PeftConfig:
 
 
 def load_adapter(model: VisionLanguageModel, folder: str | Path):
-    """Add the adapters in a PEFT folder to a model, and freeze all other parameters."""
+    """Add adapters from a PEFT folder, and freeze all other parameters."""
     shapes, weights = _read(model.requires_grad_(False), folder)
     for name, shape in shapes.items():
         add_lora(model, name, *shape)
@@ -60,7 +57,7 @@ def load_adapter(model: VisionLanguageModel, folder: str | Path):
 
 
 def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
-    """Initialize a model's existing adapters with the weights in a PEFT folder."""
+    """Load weights from a PEFT folder into existing adapters."""
     folder_shapes, weights = _read(model, folder)
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     for name in sorted(folder_shapes.keys() | model_shapes.keys()):
@@ -77,7 +74,7 @@ def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
 
 
 def find_adapter(folder: str | Path) -> Path:
-    """Find the adapter in a folder that PEFT wrote, or in a run's folder or checkpoint."""
+    """Find the adapter in a PEFT folder, a run or a checkpoint."""
     for found in (Path(folder) / inner for inner in INNER_FOLDERS):
         if (found / CONFIG).is_file():
             return found
@@ -88,14 +85,14 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True if a folder contains an adapter, but not a whole model."""
+    """Return True for an adapter without a whole model."""
     if (Path(folder) / "config.json").is_file():
         return False
     return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
 
 
 def base_model(folder: str | Path) -> str:
-    """Return the folder or repository of an adapter's base model, as adapter_config.json names it."""
+    """Return the base model named in adapter_config.json, a folder or repository."""
     file = find_adapter(folder) / CONFIG
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base or (isabs(base) and not isdir(base)):
@@ -141,7 +138,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
-    """Read each layer's adapter rank and scaling, and all weights by parameter name."""
+    """Read {layer: (r, scaling)} and {parameter name: weight}."""
     folder = find_adapter(folder)
     with unchanged(folder):
         config = _read_config(folder / CONFIG)
@@ -158,7 +155,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
                 if match is None:
                     raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
                 layer_name, kind = match.groups()
-                layer_name = hub_name(layer_name)  # names differ between transformers releases
+                layer_name = hub_name(layer_name)  # names vary by transformers release
                 layer_pairs.setdefault(layer_name, {})[kind] = tensor
                 weights[f"{layer_name}.{kind}"] = tensor
             if not layer_pairs:
@@ -181,7 +178,7 @@ def _read_config(file: Path) -> PeftConfig:
 
 
 def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig) -> AdapterShape:
-    """Check the shapes of a layer's lora_A and lora_B, and return its rank and scaling."""
+    """Check shapes of lora_A and lora_B, and return (r, scaling)."""
     layer = dict(model.named_modules()).get(name)
     if layer is None:
         raise ValueError(
@@ -203,15 +200,16 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     for name_end, value in (config.alpha_pattern or {}).items():
         if f".{module_name(name)}".endswith(f".{name_end}"):
             alpha = value
-            break  # as in PEFT, the first match is used
+            break  # first match, as in PEFT
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, alpha / divisor
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather the adapters on all ranks, and return a function that writes the gathered adapters to a PEFT folder.
+    """Gather the adapters on all ranks, and return a function for one rank that writes a PEFT folder.
 
-    One rank calls the function. `base`, the base model's folder or repository, is written to adapter_config.json.
+    Args:
+        base: base model for adapter_config.json, a folder or repository.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}
@@ -220,7 +218,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT will compute scaling = alpha / r, so alpha is saved as scaling * r, even for an adapter trained as rsLoRA.
+    # PEFT computes scaling = alpha / r, also for an adapter trained as rsLoRA
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,7 +1,4 @@
-"""Compute full weights from shards, LoRA adapters and NF4 layers.
-
-LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store plain linear layers.
-"""
+"""Compute plain weights from shards, LoRA adapters (lora.py) and NF4 layers (nf4.py), as checkpoints store them."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -12,10 +9,10 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# maps each model part to prefixes of weight names; a weight belongs to the first part with a matching prefix
+# model part -> prefixes of weight names; the first match counts
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # often tied
     "vision": "visual.",
     "language": "model.",
 }
@@ -29,18 +26,18 @@ class Stacked(Protocol):
 
 
 class ReplacedLinear(nn.Module):
-    """Base class for LoRA and NF4 layers, which replace a linear layer and can compute its full weight."""
+    """Base class of LoRA and NF4 layers, which replace a linear layer."""
 
-    shape: torch.Size  # the plain weight's shape
+    shape: torch.Size  # of the plain weight
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the full weight of the linear layer, without gradients. All ranks must call plain_weight."""
+        """Compute the plain weight without gradients; all ranks must call this."""
         raise NotImplementedError
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a packed, frozen weight W, which the backward pass unpacks again."""
+    """Compute x W^T with a packed, frozen W, unpacked again in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -53,13 +50,13 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """Base class for frozen linear layers whose weight is packed into fewer bits."""
+    """Base class of frozen linear layers with a weight packed into fewer bits."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # the weight's dtype before packing and after unpacking
+        self.dtype = linear.weight.dtype  # of the unpacked weight
         self.bias = linear.bias
         self.pack(linear.weight)
 
@@ -67,8 +64,7 @@ class PackedLinear(ReplacedLinear):
         """Pack a weight into this layer.
 
         Args:
-            take_shard: function (packed weight, old parameter) -> this rank's shard of the packed weight. None keeps
-                the whole packed weight.
+            take_shard: (packed weight, old parameter) -> this rank's shard. None = whole weight.
         """
         raise NotImplementedError
 
@@ -85,13 +81,13 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# objects that hold a model's weight: a parameter, a LoRA or NF4 layer, or several stacked weights
+# holders of a weight: parameter, LoRA or NF4 layer, or several stacked weights
 Weight = Tensor | ReplacedLinear | Stacked
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface for torch's DTensor, a sharded tensor. DTensor itself would be slow to import."""
+    """Interface of torch's DTensor, which is slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -99,7 +95,7 @@ class Sharded(Protocol):
 
 
 def gather_full_tensor(weight: Weight) -> Tensor:
-    """Compute a full weight without gradients: gather shards, merge adapters and unpack NF4."""
+    """Compute a full weight without gradients: gather shards, merge adapters, unpack NF4."""
     if isinstance(weight, Stacked):
         return weight.stack(gather_full_tensor)
     if isinstance(weight, ReplacedLinear):
@@ -108,7 +104,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, or return an unsharded tensor unchanged. All ranks must call this function."""
+    """Gather a tensor if it is sharded; all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
 
 
@@ -121,17 +117,17 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in a model without adapters, by removing `.base` from the name."""
+    """Return a parameter name without `.base`, as in a model without adapters."""
     return name.replace(".base.", ".")
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return the packed layers by name. The name of a base layer with an adapter ends in `.base`."""
+    """Return {name: packed layer}; below an adapter, the name ends in `.base`."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the base weights of a model with adapters, by their names in the model without adapters."""
+    """Return {name without adapters: base weight}."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -142,7 +138,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return a model's weights by their names in the model without adapters."""
+    """Return {name without adapters: weight}."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -151,7 +147,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a `memo` for copy.deepcopy, with which the copy gets its own adapters but shares all other weights."""
+    """Return a memo for copy.deepcopy: the copy gets its own adapters and shares all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]
@@ -159,5 +155,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the model part, such as "vision", to which the parameter or layer `name` belongs."""
+    """Return the model part of a parameter or layer, such as "vision"."""
     return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

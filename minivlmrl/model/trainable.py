@@ -10,7 +10,7 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad of each parameter, so that the parts and layers in `freeze` are not trained."""
+    """Set requires_grad: parts and layers in `freeze` are not trained."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
@@ -28,11 +28,10 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the name prefixes of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
+    """Return name prefixes of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
 
     Args:
-        names: names of all parameters of the model.
-
+        names: all parameter names.
     Raises:
         ValueError: a range includes layers that the model lacks.
     """
@@ -51,13 +50,12 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
 
 
 def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
-    """Return True if the `name` parameter is trained.
+    """Return True if parameter `name` is trained: not frozen, and an adapter if there are any.
 
-    Frozen parts and layers are not trained. In a model with adapters, only the adapters are trained. A value model also
-    trains its value head, but not the language-model head.
+    A value model trains its value head, but no LM head.
 
     Args:
-        frozen_layers: the name prefixes of frozen layers; see layer_prefixes.
+        frozen_layers: from layer_prefixes.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
@@ -67,5 +65,5 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
 
 
 def is_in_tower(name: str) -> bool:
-    """Return True if a parameter belongs to a vision tower."""
+    """Return True for parameters of a vision tower."""
     return "visual." in name

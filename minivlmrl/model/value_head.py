@@ -1,4 +1,4 @@
-"""Value models, which compute one number per token: reward models and PPO's critic."""
+"""Value models, with one number per token: reward models and PPO's critic."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
+HEAD_FILE = "score.safetensors"  # head weights, in the backbone's folder
 
 
 class ValueModel(nn.Module):
-    """A model (the backbone) with a linear head that computes one value from each hidden state."""
+    """A backbone with a linear head: one value per hidden state."""
 
     def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Frozen] = (), weight: Tensor | None = None):
         super().__init__()
@@ -29,24 +29,22 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute a value for each hidden state that predicts a completion token, (M,)."""
+        """Compute values (M,) of the hidden states that predict completion tokens."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
 
 class ValueHead(nn.Linear):
-    """A linear head that converts hidden states to the dtype of its weight, usually float32."""
+    """A linear head in the dtype of its weight, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> ValueHead:
-    """Create a value head for a model; the head is sharded if the model is sharded.
-
-    The value head is float32 even if the model is bfloat16.
+    """Create a float32 value head, sharded if the model is.
 
     Args:
-        weight: the head's weight (1, hidden_size). None initializes the weight with zeros.
+        weight: (1, hidden_size), None = zeros.
     """
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -62,7 +60,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise ValueError if a value model has a different tokenizer, family or patch size than the policy."""
+    """Raise ValueError if tokenizer, family or patch size differ from the policy's."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
@@ -76,7 +74,7 @@ def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLang
 
 
 def check_value_model_folder(folder: str | Path):
-    """Raise ValueError if a folder does not contain a value head."""
+    """Raise ValueError for a folder without a value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
         raise ValueError(
             f"{folder} does not contain {HEAD_FILE}, the head of a reward model. Train a reward "
@@ -85,14 +83,14 @@ def check_value_model_folder(folder: str | Path):
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model from a folder; `options` are the arguments of load_model after `folder`."""
+    """Load a value model; `options`: further arguments of load_model."""
     check_value_model_folder(folder)
     with unchanged(folder):
         return add_saved_head(load_model(folder, *options), folder)
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:
-    """Build a value model from a language model and the value head saved in a folder."""
+    """Build a value model from a language model and a saved value head."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
