@@ -1,8 +1,7 @@
-"""Estimate the GPU memory that each phase of training needs (sampling, scoring, forward and backward pass).
+"""Estimate GPU memory per phase of training: sampling, scoring, forward and backward pass.
 
-Activations are counted in a forward and backward pass on the meta device, whose tensors have a shape but no values. The
-sizes of weights, gradients and optimizer state are computed from the number of parameters, their dtypes and the
-sharding.
+Activations are counted in a forward and backward pass on the meta device, whose tensors have no values. Weights,
+gradients and optimizer state follow from parameter counts, dtypes and sharding.
 """
 
 import copy
@@ -49,34 +48,34 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-RESERVE = 3 * GB  # for the CUDA context, NCCL's buffers and gaps between allocations
-# bytes per logit while a token is sampled: the logit and its probability in float32, and three values in int64
+RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
+# bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
+TYPICAL_ROWS = (RowSize(),)  # if the rows are unknown
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The numbers of prompts, completions and tokens in a micro-batch or in a sampling batch."""
+    """Prompts, completions and tokens of a micro-batch or sampling batch."""
 
     prompts: int
     num_generations: int  # completions per prompt
     text_tokens: int  # text tokens per prompt
-    image_tokens: int  # image tokens per prompt, after patches are merged
+    image_tokens: int  # merged image tokens per prompt
     completion_tokens: int  # tokens per completion
-    frames: int = 1  # number of equally large images that image_tokens are divided into
-    rows: Sequence[RowSize] = field(default=(), compare=False)  # the sizes of the batch's rows
+    frames: int = 1  # equally large images that share image_tokens
+    rows: Sequence[RowSize] = field(default=(), compare=False)
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Context manager that counts the bytes of all tensors that are created in its block."""
+    """Count the bytes of all tensors created in a `with` block."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of the memory blocks to skip: those of `uncounted`, and those counted already
+        # blocks to skip: `uncounted` and already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self.now = 0  # number of bytes
-        self.peak = 0  # largest number of bytes so far
+        self.now = 0  # bytes
+        self.peak = 0  # bytes
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -100,7 +99,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch on the meta device, where only token ids and image grids have values."""
+    """Build a micro-batch on the meta device; only token ids and image grids have values."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -120,13 +119,13 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
 
 @runtime_checkable
 class HasState(Protocol):
-    """Interface of layers that store a state in place of keys and values."""
+    """Interface of layers with a state instead of keys and values."""
 
     def initial_state(self, rows: Tensor) -> list[Tensor]: ...
 
 
 class TrainedModels(nn.Module):
-    """The models that a stage trains: the policy, and PPO's critic if the critic is a separate model."""
+    """The trained models: the policy, and PPO's critic if it is a separate model."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -139,10 +138,10 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimates the memory of a model's parameters, forward pass and backward pass.
+    """Estimate the memory of parameters, forward and backward pass of a model.
 
     Args:
-        before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
+        before_ampere: compute capability below 8.0: no attention kernels in bfloat16.
     """
 
     def __init__(self, model_config: ModelConfig, before_ampere: bool = False):
@@ -154,7 +153,7 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
-        """Read only the config of a model folder, not the weights."""
+        """Read the config of a model folder, not its weights."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
@@ -170,14 +169,14 @@ class MemoryEstimator:
             return TrainedModels(model)
         if section.critic_path is not None:
             backbone = MemoryEstimator.from_folder(section.critic_path).build(config)
-        elif config.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
+        elif config.uses_fsdp:  # FSDP copies the base below the adapters, too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
         return TrainedModels(model, ValueModel(backbone, config.model.freeze))
 
     def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak bytes of activations in a forward pass, and in a backward pass if `train` is true."""
+        """Return peak bytes of activations, forward and, if `train`, backward."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train) as (models, live):
             if train:
@@ -191,7 +190,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return the peak bytes of the forward pass over a rollout's prompts, including the KV cache."""
+        """Return peak bytes of the forward pass over a rollout's prompts, with the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
@@ -202,7 +201,7 @@ class MemoryEstimator:
     def tracked(
         self, config: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models, and a tracker that counts the memory of their forward and backward passes."""
+        """Yield copies of the models, and a tracker of their passes."""
         models = copy.deepcopy(models)
         if config.model.compute_dtype:
             models.to(DTYPES[config.model.compute_dtype])
@@ -214,17 +213,14 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # AllocationTracker counts only new tensors, so the tensors that vision_layout has cached must be created again
+        # only new tensors are counted: empty the cache of vision_layout
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the size in bytes of a rollout's KV cache, including the states of recurrent layers.
-
-        All completions of a prompt share the cached keys and values of the prompt.
-        """
+        """Return the bytes of a rollout's KV cache, with recurrent states; completions share their prompt's keys."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         modules = self.model.modules()
         layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
@@ -237,13 +233,13 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # gradients are estimated separately, and must not count as activations
+    # gradients are no activations
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # a GPU's attention kernel stores no attention scores, but PyTorch's attention on the meta device would create them
-    mask = attn_mask if q.dtype == torch.float32 else None  # in 16 bits, a GPU needs no mask
+    # GPU kernels store no attention scores, attention on the meta device would
+    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit kernels need no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
 
@@ -254,15 +250,15 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """The inputs of a memory estimate."""
+    """Inputs of a memory estimate."""
 
     config: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows, in descending order
+    # largest training rows, descending
     rows: Sequence[RowSize] = TYPICAL_ROWS
-    # sizes of the largest held-out rows; empty if the recipe has no evaluations
+    # largest held-out rows, empty without evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
 
     @property
@@ -292,16 +288,16 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """Return the fraction of a sharded tensor that one GPU stores, for example 0.25 with four shards."""
+        """Return the share of a sharded tensor on one GPU, 0.25 for four shards."""
         sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the memory that each phase of training needs on one GPU.
+    """Estimate the memory of each phase on one GPU.
 
     Returns:
-        {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
+        {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}.
     """
     samples = question.trainer.samples_completions
     work = training_batch(question)
@@ -335,7 +331,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of the largest batch of completions that one GPU samples in a rollout."""
+    """Return the largest batch that one GPU samples in a rollout."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
@@ -344,7 +340,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of the largest batch of completions that one GPU samples in an evaluation."""
+    """Return the largest batch that one GPU samples in an evaluation."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -352,11 +348,11 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the shape of the largest batch that rows of the given sizes can form.
+    """Return the largest batch of rows of the given sizes.
 
     Args:
-        completions: number of tokens in each completion of a prompt.
-        whole: True if all completions of a prompt are in the same batch.
+        completions: completion lengths of a prompt, in tokens.
+        whole: all completions of a prompt in one batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -383,7 +379,7 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of a module's weights in the dtype of the computation. NF4 weights stay in 4 bits."""
+    """Return the bytes of the weights in the compute dtype; NF4 stays in 4 bits."""
     total = 0
     for parameter in module.parameters():
         used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -392,11 +388,11 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return the peak size in bytes of the weights that FSDP gathers during a forward pass."""
+    """Return peak bytes of the weights that FSDP gathers in a forward pass."""
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # FSDP gathers the weights of the next block while a block is computed, so the weights of two blocks are in memory.
+    # two blocks: FSDP gathers the next block during the current one
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
@@ -411,7 +407,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The activations of prompts are freed before logits are computed, so only the larger of the two items counts.
+    # only the larger counts: activations of prompts are freed before logits are computed
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -423,12 +419,12 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    # vLLM needs GPU memory only while it samples; its engine sleeps during training.
+    # vLLM sleeps during training
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    # For stages such as SFT, an evaluation samples answers, and also computes the log-probabilities of known answers.
+    # evaluations of SFT also score known answers
     items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
@@ -450,12 +446,12 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
-        gradients *= 2  # because the ranks sum a copy of the gradients
-    # The factor is 2, because each gathered weight has a gradient of the same size.
+        gradients *= 2  # the ranks sum a copy
+    # factor 2: a gradient per gathered weight
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
-        # All weights stay gathered, and each trained weight has a gradient in float32.
-        # In addition, the gradients of two blocks exist in the dtype of the weights.
+        # all weights stay gathered, with float32 gradients
+        # plus gradients of two blocks in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -470,13 +466,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the peak bytes of logits while log-probabilities are computed."""
+    """Return peak bytes of logits while log-probabilities are computed."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the unsharded sizes in bytes of the tensors that all phases need, such as weights and optimizer state."""
+    """Return unsharded bytes of what all phases need, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -489,7 +485,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # the policy is a second model; with adapters, the base weights are shared
+    if not question.trainer.trains_policy:  # a second model, with a shared base
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path
@@ -499,22 +495,22 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of the reference model, except the weights that it shares with the policy."""
+    """Return the bytes of the reference model without shared weights."""
     config, policy = question.config, question.models.policy
     if config.reference.path is not None:
         return MemoryEstimator.from_folder(config.reference.path).parameters * question.dtype.itemsize
-    if config.adapter.r or not config.uses_fsdp:  # a sharded reference is a full copy in the dtype of the computation
+    if config.adapter.r or not config.uses_fsdp:  # a sharded reference is a full copy in the compute dtype
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, question.dtype)
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the phase that needs the most memory, plus 3 GB for CUDA and NCCL."""
+    """Return the bytes of the largest phase, with the reserve."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the size of a training state on the disk, in bytes."""
+    """Return the bytes of a training state on disk."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

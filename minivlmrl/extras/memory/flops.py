@@ -1,8 +1,7 @@
-"""Count the floating-point operations (FLOPs) of a model's forward and backward pass.
+"""Count the floating-point operations (FLOPs) of forward and backward passes.
 
-In the forward pass, a token needs 2 FLOPs for each value in a weight matrix. The backward pass needs 2 FLOPs per value
-for the gradients of the inputs, and 2 for the gradients of the weights. FLOPs of attention, recurrence, norms,
-activation functions and activation checkpointing are not counted.
+Per token and matrix value: 2 FLOPs forward, 2 for input gradients, 2 for weight gradients. Not counted: attention,
+recurrence, norms, activation functions, activation checkpointing.
 """
 
 from collections.abc import Iterator
@@ -16,22 +15,22 @@ from minivlmrl.model.plain_weights import PackedLinear
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """Interface of the configs of mixtures of experts."""
+    """Interface of configs with experts."""
 
     num_experts: int
     num_experts_per_tok: int
 
 
 class Card(NamedTuple):
-    """A GPU's data sheet."""
+    """Data sheet of a GPU."""
 
-    flops: float  # per second, for dense products in bfloat16 with float32 sums
-    bandwidth: float  # of its memory, in bytes per second
+    flops: float  # per second: dense bfloat16 products with float32 sums
+    bandwidth: float  # memory, bytes per second
     memory: float  # bytes
-    before_ampere: bool = False  # True for a compute capability below 8.0
+    before_ampere: bool = False  # compute capability below 8.0
 
 
-# Source: NVIDIA's data sheets. T4 and V100 lack bfloat16, so their speed in float32 is listed.
+# NVIDIA's data sheets; T4 and V100 lack bfloat16: float32 speed
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
@@ -78,11 +77,11 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slower or faster card
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # part of the name of another card
 
 
 def find_card(name: str) -> Card | None:
-    """Return a GPU's data sheet for a name such as 4090 or NVIDIA GeForce RTX 4090, or None for an unknown GPU."""
+    """Return the data sheet for a name such as 4090 or NVIDIA GeForce RTX 4090, None if unknown."""
     words = {*name.replace("-", " ").split()}
     for known, card in CARDS.items():
         own = {*known.split()}
@@ -93,9 +92,9 @@ def find_card(name: str) -> Card | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield the name of each weight matrix, its number of values, and whether the matrix is trained.
+    """Yield (name, values, is trained) of weight matrices.
 
-    Embedding matrices are not listed, because looking up rows takes no FLOPs. A tied head counts under its own name.
+    Embeddings take no FLOPs and are left out; a tied head counts under its own name.
     """
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -107,22 +106,22 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def active_share(model_config: ModelConfig) -> float:
-    """Return the share of a layer's experts that compute one token."""
+    """Return the share of experts that compute a token."""
     assert isinstance(model_config, HasExperts)
     return model_config.num_experts_per_tok / model_config.num_experts
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return the FLOPs of an image patch, a merged patch and a token, and the extra FLOPs of a token with logits.
+    """Return FLOPs per image patch, merged patch and token, and extra FLOPs per token with logits.
 
     Args:
-        model: module with one or more vision-language models, for example policy and value model.
-        backward: False counts the forward pass only.
+        model: one or more vision-language models, such as policy and value model.
+        backward: False = forward pass only.
     """
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # The backward pass computes no gradient for the input of a layer if no earlier layer is trained.
+    # no input gradient if no earlier layer is trained
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:
@@ -130,7 +129,7 @@ def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool =
         if "visual." in name:
             kind = "merged" if "merger" in name else "patches"
         elif "lm_head" in name or f"layers.{model_config.num_hidden_layers - 1}.mlp" in name:
-            kind = "scored"  # the last MLP only computes the tokens whose logits are needed
+            kind = "scored"  # the last MLP sees only tokens that need logits
         if ".experts." in name:
             size *= active_share(model_config)
         passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
