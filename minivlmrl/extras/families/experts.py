@@ -1,8 +1,7 @@
-"""Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
+"""Mixtures of experts (MoE), the decoder MLPs of Qwen3-VL-MoE and Qwen3.5-MoE.
 
-For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so
-LoRA, NF4 and FSDP need no special code for experts. In a weight file, two tensors per layer hold the weights of all its
-experts. `split_tensors` splits them when a model is loaded, and `stack_tensors` stacks them when it is saved.
+A router selects k of E small MLPs per token. An expert is a plain MLP module, so LoRA, NF4 and FSDP need no special
+code. Weight files have two tensors per layer for all experts: split by `split_tensors`, stacked by `stack_tensors`.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -31,12 +30,12 @@ NumExperts = Annotated[int, "[1, 1e6]"]
 
 @dataclass
 class ExpertsConfig(ModelConfig):
-    """Decoder config with the sizes of a mixture of experts; each family overrides them with its own defaults."""
+    """Decoder config with experts; families override the defaults."""
 
     num_experts: NumExperts = 1  # E
     num_experts_per_tok: NumExperts = 1  # k
     moe_intermediate_size: NumExperts = 1
-    # width of the shared expert, which processes all tokens; None without a shared expert
+    # width of the shared expert for all tokens, None = no shared expert
     shared_expert_intermediate_size: ClassVar[int | None] = None
 
     def __post_init__(self):
@@ -45,12 +44,12 @@ class ExpertsConfig(ModelConfig):
         require(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
 
     def has_experts(self, index: int) -> bool:
-        """Return True if decoder layer `index` has experts in place of an MLP."""
+        """Return True if layer `index` has experts instead of an MLP."""
         return True
 
 
 class Experts(nn.Module):
-    """MoE layer with k routed experts per token; Qwen3.5 adds a gated shared expert."""
+    """MoE layer with k routed experts per token, and a gated shared expert in Qwen3.5."""
 
     def __init__(self, model_config: ExpertsConfig, index: int):
         super().__init__()
@@ -67,13 +66,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute the MoE layer's outputs (N, D) for tokens x (N, D).
-
-        The MoE layer reorders tokens instead of calling index_add, which is not deterministic on GPUs.
+        """Compute outputs (N, D) of tokens x (N, D), without index_add, which is not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: function that sums expert token counts over ranks, if the
-                weights are sharded; see distributed/fsdp.py.
+            sum_over_ranks: sums token counts of experts over ranks, for sharded weights (distributed/fsdp.py).
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
@@ -85,28 +81,28 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP sums an expert's gradients over all ranks, so if one rank needs an expert, all ranks must run it.
+            # FSDP sums gradients over ranks: an expert that one rank needs runs on all
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
-            if uses:  # an expert without tokens does not run, and gets no gradient
+            if uses:  # no tokens, no gradient
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # summed in the router's probability order
+        for rank in range(1, self.top_k):  # in the order of probability
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # token ids are unknown in a memory estimate, so the first expert gets all tokens
+        if ids.is_meta:  # memory estimate: all tokens to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
 def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Select the k most probable experts for each token from router logits (N, E).
+    """Select the k most probable experts per token from router logits (N, E).
 
     Returns:
         probabilities (N, E) in float32 or wider, and ids (N, k).
@@ -116,43 +112,43 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Replace the MLP of a decoder layer with a mixture of experts, if config.json says that the layer has experts."""
+    """Replace the MLP of a decoder layer with experts, if config.json says so."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 
 
-# a weight file stores gate_proj and up_proj of all experts as one tensor, gate_up_proj
+# weight files: gate_proj and up_proj of all experts in one tensor, gate_up_proj
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 @dataclass
 class StackedExperts:
-    """Weights of all experts in a layer, which a weight file stores as one tensor."""
+    """Weights of all experts of a layer, one tensor in weight files."""
 
-    experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
+    experts: list[list[Weight]]  # per expert, the weights in FUSED
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the weights of all experts; `full` is a function that gathers a sharded weight."""
+        """Stack the weights of all experts; `full` gathers a sharded weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 class ExpertsFamily(Family):
-    """Base class of the families with mixtures of experts."""
+    """Base class of families with experts."""
 
-    transposed: ClassVar[bool]  # whether files may have transposed stacks of experts, as Qwen3-VL-MoE on the hub
+    transposed: ClassVar[bool]  # files may have transposed stacks, as Qwen3-VL-MoE on the hub
 
-    # with adapter.target=experts, experts and routers get adapters
+    # adapter.target=experts: experts and routers
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
-    not_quantized = (".mlp.gate",)  # the routers
-    in_cuda_graphs = False  # each expert's number of tokens varies
+    not_quantized = (".mlp.gate",)  # routers
+    in_cuda_graphs = False  # token counts of experts vary
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:
-        """Accept num_local_experts, which transformers 5 writes in place of num_experts."""
+        """Accept num_local_experts, transformers 5's name of num_experts."""
         text = dict(text)
         count = text.pop("num_local_experts", None)
         if text.get("num_experts") is None:
@@ -162,7 +158,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight file, and split each tensor of all experts into the experts' own weights.
+        """Yield the tensors of a weight file, with stacked experts split.
 
         Raises:
             ValueError: a stacked tensor's shape does not match config.json.
@@ -205,7 +201,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Make the MoE layers of a sharded model add up each expert's token count over all ranks."""
+        """Let MoE layers of a sharded model add up token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

@@ -1,13 +1,11 @@
-"""Qwen3.5, a model family in which three of four decoder layers are recurrent and need no KV cache.
+"""Qwen3.5: three of four decoder layers are recurrent and need no KV cache.
 
-A recurrent layer runs over each prompt once, and starts each completion with a copy of the state after the prompt. The
-state of a recurrent layer consists of the recurrent matrices and the convolution's last inputs.
+A recurrent layer runs over a prompt once, and completions start with a copy of its state: the recurrent matrices and
+the last inputs of the convolution. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
 
-Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
-
-Dimension letters: b rows with T tokens, N tokens in the packed sequence, H heads, V elements of a value, K elements in
-a query or key, W convolution channels, D head_dim.
-Source: the paper Gated Delta Networks (arXiv 2412.06464), and modeling_qwen3_5.py in transformers.
+Dimension letters: b rows of T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
+channels, D head_dim.
+Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
 """
 
 from collections.abc import Callable
@@ -31,16 +29,16 @@ from minivlmrl.model.rope import apply_rotary
 
 @dataclass
 class Qwen3_5Config(Qwen3VLConfig):
-    """Decoder config of Qwen3.5, with transformers' defaults for keys that config.json omits."""
+    """Decoder config of Qwen3.5, with transformers' defaults."""
 
     rope_theta: Annotated[float, "(0, inf)"] = 1e4
     mrope_section: tuple[TokenId, TokenId, TokenId] = (11, 11, 10)
     head_dim: Size = 256
-    # fraction of head_dim that is rotated
+    # rotated share of head_dim
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
-    # distance between layers with attention
+    # every n-th layer has attention
     full_attention_interval: Size = 4
-    # type of each decoder layer; () derives the types from full_attention_interval
+    # layer types, () = from full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     # sizes of the recurrent layers
     linear_num_key_heads: Size = 16
@@ -90,17 +88,17 @@ class CenteredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """Decoder layer with a GatedAttention or a GatedDeltaNet, as config.layer_types says for each layer."""
+    """Decoder layer with GatedAttention or GatedDeltaNet, by config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    # The base class creates no attention, because __init__ chooses between GatedAttention and GatedDeltaNet.
+    # __init__ chooses between GatedAttention and GatedDeltaNet
     attention_type = None
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # only layers with attention have an entry in the KV cache
+        else:  # only attention has a KV cache
             key_index = model_config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(model_config, key_index)
 
@@ -111,7 +109,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention with a gate on the output, and with rotary embeddings for only a part of each head."""
+    """Attention with an output gate, and rotary embeddings on a part of each head."""
 
     def __init__(self, model_config: ModelConfig, index: int):
         super().__init__(model_config, index)
@@ -131,16 +129,13 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate only the first elements of each head of x (N, H, D); cos and sin have the size of the rotated part."""
+    """Rotate the first elements of x (N, H, D), as many as cos and sin have."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet layer, whose recurrent state is one (K, V) matrix per head.
-
-    A causal convolution over the last tokens computes the layer's queries, keys and values.
-    """
+    """Gated DeltaNet: a causal convolution gives q, k and v; the state is a (K, V) matrix per head."""
 
     resets_itself = True  # build.initialize calls reset_parameters
 
@@ -167,22 +162,22 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialize the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens."""
+        """Initialize the decay, with half-lives from 0.4 to 700 tokens."""
         self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())  # softplus(dt_bias) is 1e-3 to 0.1
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute the layer's outputs (N, hidden_size) from x (N, hidden_size), for N tokens of a packed sequence."""
+        """Compute outputs (N, hidden_size) from x (N, hidden_size)."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return zeros, a recurrent layer's state before the first token of b rows.
+        """Return the zero state of b rows.
 
         Returns:
-            The convolution's last inputs (b, taps - 1, W), and the recurrent states (b, H, K, V) in float32 or wider.
+            Last convolution inputs (b, taps - 1, W), and recurrent states (b, H, K, V) in float32 or wider.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
@@ -191,13 +186,13 @@ class GatedDeltaNet(nn.Module):
         return [last_inputs, states]
 
     def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
-        """Compute a Gated DeltaNet layer's convolution and recurrence for T tokens in each of b rows.
+        """Compute convolution and recurrence for T tokens of b rows.
 
         Args:
-            inputs: outputs from in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
-            layer_state: the state before the tokens; see initial_state. None means the initial state.
+            inputs: in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
+            layer_state: state before the tokens, None = initial_state.
         Returns:
-            The results (b, T, H, V), and the state after the tokens.
+            Results (b, T, H, V), and the state after the tokens.
         """
         qkv, b, a = inputs
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
@@ -211,7 +206,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) fraction by which the old value is replaced
+        beta = b.sigmoid().to(wide)  # (b, T, H) share of the old value that is replaced
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -223,16 +218,15 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or over a decode step's new tokens.
+    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step.
 
     Args:
-        attention: an object with the prompt and completion layout, and with layer_states,
-            which stores each layer's state.
+        attention: layout of prompts and completions, and layer_states.
         index: layer index in attention.layer_states.
-        inputs: tensors (N, ...), `scan`'s inputs for all tokens.
-        scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the tokens.
+        inputs: (N, ...) tensors, inputs of `scan` for all tokens.
+        scan: (inputs (b, T, ...), state) -> results (b, T, ...), state after the tokens.
     Returns:
-        The results (N, ...).
+        Results (N, ...).
     """
     if isinstance(attention, DecodeAttention):
         return _decode_recurrent_layer(attention, index, inputs, scan)
@@ -246,10 +240,10 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
         states.append(state)
-        if slots is not None:  # each completion starts from its prompt's state, copied
+        if slots is not None:  # completions start from a copy of their prompt's state
             out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
-    if attention.keep_keys:  # store the states for decoding, in prompt order
+    if attention.keep_keys:  # for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.layer_states[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
     return Reorder.apply(torch.cat(results), layout.inverse)
@@ -262,7 +256,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
-            stored.copy_(changed)  # in place, because a CUDA graph reads this address
+            stored.copy_(changed)  # in place: CUDA graphs read this address
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 
@@ -277,12 +271,12 @@ class Qwen3_5(Qwen3VL):
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    # Weights with the prefix mtp. belong to multi-token prediction, which minivlmrl does not use.
+    # mtp.: multi-token prediction, not used
     unused_prefixes = ("mtp.",)
     in_vllm = False
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the nested config.json that Qwen3.5 has on the Hugging Face hub."""
+        """Convert a flat config to the nested config.json of the hub."""
         config = super().write_config(config)
         text = config["text_config"]
         text["layer_types"] = list(text["layer_types"])

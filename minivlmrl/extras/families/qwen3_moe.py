@@ -1,4 +1,4 @@
-"""The model families Qwen3-VL-MoE and Qwen3.5-MoE, whose decoder layers have mixtures of experts instead of MLPs."""
+"""Qwen3-VL-MoE and Qwen3.5-MoE, with experts instead of decoder MLPs."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -13,13 +13,13 @@ from minivlmrl.model.decoder import DecoderLayer
 
 @dataclass
 class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
-    """Decoder config of Qwen3-VL-MoE, with transformers' defaults for keys that config.json omits."""
+    """Decoder config of Qwen3-VL-MoE, with transformers' defaults."""
 
-    head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
+    head_dim: Size = 0  # 0 = hidden_size / num_attention_heads
     num_experts: NumExperts = 60
     num_experts_per_tok: NumExperts = 4
     moe_intermediate_size: NumExperts = 1408
-    # indices of decoder layers with a dense MLP instead of experts
+    # layers with a dense MLP
     mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
     decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
 
@@ -42,7 +42,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
 
 @dataclass
 class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
-    """Decoder config of Qwen3.5-MoE, with transformers' defaults for keys that config.json omits."""
+    """Decoder config of Qwen3.5-MoE, with transformers' defaults."""
 
     intermediate_size: ClassVar[int] = 1  # of dense MLPs, which no layer has
     num_experts: NumExperts = 256

@@ -1,11 +1,11 @@
-"""The family Qwen3-VL: its vision tower, its video preprocessing and its configuration files.
+"""Qwen3-VL: vision tower, video preprocessing and configuration files.
 
-Qwen3-VL's tower has learned position embeddings in addition to the 2-D rotary embedding, and no window attention.
-DeepStack merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first
-decoder layers. Qwen3-VL's decoder (decoder.py) has normalized queries and keys, no biases, and interleaved M-RoPE.
+The tower has learned position embeddings beside the 2-D rotary embedding, and no windows. DeepStack merges the outputs
+of inner blocks, and adds them to the image tokens after the first decoder layers. The decoder (decoder.py) has norms on
+q and k, no biases, and interleaved M-RoPE.
 
-Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source of the tower: the
-Qwen3-VL report, and modeling_qwen3_vl.py in transformers.
+Dimension letters: P patches of all images, E hidden_size, M merged tokens (P / 4).
+Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
 """
 
 import math
@@ -30,7 +30,7 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, vi
 
 @dataclass
 class Qwen3VLConfig(ModelConfig):
-    """Decoder config of Qwen3-VL, with transformers' defaults for keys that config.json omits."""
+    """Decoder config of Qwen3-VL, with transformers' defaults."""
 
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 5e5
@@ -44,13 +44,13 @@ class Qwen3VLConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Config for the vision towers in Qwen3-VL and Qwen3.5, which have learned position embeddings."""
+    """Config of the vision towers of Qwen3-VL and Qwen3.5."""
 
     depth: Depth = 27
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # number of learned position embeddings, which form a square grid
+    # learned position embeddings, a square grid
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -61,7 +61,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Config for Qwen3-VL's vision tower, which uses DeepStack."""
+    """Config of Qwen3-VL's tower, with DeepStack."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -83,7 +83,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token; DeepStack's mergers normalize the four patches together."""
+    """Merge 2 x 2 patches into a token; DeepStack's mergers normalize them together."""
 
     def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -98,7 +98,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """The vision tower of Qwen3-VL and Qwen3.5."""
+    """Vision tower of Qwen3-VL and Qwen3.5."""
 
     config: Qwen3VisionConfig
 
@@ -114,14 +114,13 @@ class Qwen3VisionTransformer(VisionTower):
         self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images in a batch, with the same arguments as VisionTransformer.forward.
+        """Encode all images of a batch, with the arguments of VisionTransformer.forward.
 
         Returns:
-            (M, (1 + k) * out_hidden_size): token embeddings, followed by the DeepStack embeddings for the first k
-            decoder layers.
+            (M, (1 + k) * out_hidden_size): token embeddings, then DeepStack embeddings for the first k decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # Qwen3-VL's tower has no window attention, so its patches need no reordering.
+        # no windows, no reordering
         layout = vision_layout(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -135,12 +134,10 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate the learned position embeddings bilinearly to an h x w patch grid.
-
-        The learned position embeddings form a square grid, whose corners are aligned with the image's corners.
+        """Interpolate the square grid of position embeddings bilinearly to h x w, corners aligned.
 
         Returns:
-            Position embeddings (t * h * w, E), in pixel_values order, and identical in all t time steps.
+            (t * h * w, E), in the order of pixel_values, equal in all t time steps.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -148,22 +145,22 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # In pixel_values, the 2 x 2 patches of a token are contiguous, so the position embeddings are reordered.
+        # pixel_values: the 2 x 2 patches of a token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute weights (count, side), float64, that resize `side` values to `count` values by linear interpolation.
+    """Compute weights (count, side), float64, of a linear interpolation from `side` to `count` points.
 
-    Example: 3 points are interpolated from 2 points with the weights (1, 0), (.5, .5) and (0, 1).
+    Example: from 2 to 3 points, (1, 0), (.5, .5) and (0, 1).
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
-# keys that Qwen3-VL's config.json has at the top level, and not in text_config
+# keys at the top level of config.json, not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
@@ -172,21 +169,15 @@ TOP_LEVEL = (
 
 @dataclass
 class Videos:
-    """Video preprocessing as in Qwen3VLVideoProcessor and Qwen3VLProcessor in transformers 5.23.
+    """Video preprocessing of transformers 5.23's Qwen3VLVideoProcessor: a pixel budget, and timestamps."""
 
-    All frames share a pixel budget, and each time step has a timestamp.
-    """
-
-    # minimum and maximum number of pixels in all frames of a video together
+    # minimum and maximum pixels of all frames together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
-    sampling: dict = field(default_factory=dict)  # how frames are chosen; see VideoOptions
+    sampling: dict = field(default_factory=dict)  # choice of frames, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Compute the (height, width) to which the frames are resized within the pixel budget.
-
-        The options min_pixels and max_pixels limit each frame, and total_pixels limits the whole video.
-        """
+        """Compute (height, width) of resized frames: min_pixels, max_pixels per frame, total_pixels per video."""
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)
@@ -211,18 +202,18 @@ class Videos:
         return rounded
 
     def insert_timestamps(self, pieces: list[str], grids: list[Grid], times: list):
-        """Split each video into its time steps, with a timestamp before each time step.
+        """Split videos into time steps with timestamps.
 
         Example: the placeholder of a video with two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
 
         Args:
-            pieces: the prompt's texts, control tokens and placeholders.
-            grids: each image's and video's patch grid (t, h, w).
-            times: 0.0 for each image, and a list of timestamps in seconds for each video.
+            pieces: texts, special tokens and placeholders of the prompt.
+            grids: patch grids (t, h, w) of images and videos.
+            times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            The new pieces, the new grids, and the seconds between time steps. Each time step has a grid (1, h, w) and
-            1.0 second; each image has its old grid and 0.0 seconds.
+            New pieces, new grids, and seconds between time steps: a grid (1, h, w) and 1.0 s per time step, the old
+            grid and 0.0 s per image.
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -245,7 +236,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# settings in video_preprocessor_config.json that have only one supported value
+# settings of video_preprocessor_config.json with one supported value
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
@@ -256,7 +247,7 @@ class Qwen3VL(Family):
     vision_hidden_act = "gelu_pytorch_tanh"
     files_have_module_names = True
     default_system = False
-    # an image has 64 to 16,384 tokens with 32 x 32 pixels each
+    # 64 to 16,384 tokens of 32 x 32 pixels
     images: ClassVar[dict[str, Any]] = {
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
@@ -270,7 +261,7 @@ class Qwen3VL(Family):
         return Qwen3VisionTransformer(vision_config)
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the layout with text_config that config.json has in transformers since 4.57."""
+        """Convert a flat config to the layout with text_config, as in transformers since 4.57."""
         text = dict(config)
         mrope_section = text.pop("rope_scaling")["mrope_section"]
         vision = dict(text.pop("vision_config"))
@@ -285,7 +276,7 @@ class Qwen3VL(Family):
         return {**top_level, "text_config": text, "vision_config": vision}
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
-        """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings."""
+        """Parse video_preprocessor_config.json, with the patch settings of images."""
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
             same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
@@ -295,10 +286,9 @@ class Qwen3VL(Family):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return the content of video_preprocessor_config.json; `options` is the recipe's section data.video.
+        """Return video_preprocessor_config.json for section data.video of a recipe.
 
-        A recipe limits the pixels of a frame, and the file limits the pixels of a whole video. So the recipe's limits
-        are multiplied by the largest number of frames.
+        The recipe limits a frame, the file a video: limits are multiplied by the maximum number of frames.
         """
         videos = images.videos
         if not isinstance(videos, Videos):
