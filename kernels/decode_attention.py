@@ -1,21 +1,19 @@
-"""Triton kernels for attention during decoding, with one new token for each running completion.
+"""Triton kernels for attention in decoding, with one new token per row (running completion).
 
-A running completion is called a row. Each new token attends to the keys of its prompt, which all completions of the
-prompt share, and to the keys of its completion.
+A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
-Derivation. A query's keys are divided into parts. For part j, with the scores s_i = q k_i D^-1/2 log2 e, compute
+Derivation. The keys are divided into parts. For part j, with scores s_i = q k_i D^-1/2 log2 e, compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-A GPU computes all parts of the attention at once, because no part depends on another. With e_j = m_j + log2 l_j,
+All parts are computed at once, because they are independent. With e_j = m_j + log2 l_j,
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the attention output over all keys. A second, small kernel computes `out`. To read each key only once, a Triton
-program handles up to 64 queries that attend to the same keys.
+is the attention to all keys, computed by a second, small kernel. To read a key only once, a program handles up to 64
+queries with the same keys.
 
-Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
-keys.
+Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 2024) for shared keys.
 """
 
 import math
@@ -27,13 +25,13 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target number of Triton programs: about one for each multiprocessor of a GPU
+# target number of programs: about one per multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # a query's keys are divided into at most this many parts
+MAX_PARTS = 32  # maximum parts of the keys
 TILE = 64  # maximum queries per program
-KEY_BLOCK = 32  # keys that a program reads at once
+KEY_BLOCK = 32  # keys read at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # warps per program, by head_dim
-STAGES = 2  # key blocks that the kernel prefetches (Triton's num_stages)
+STAGES = 2  # prefetched key blocks (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -41,8 +39,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute the attention outputs of queries (TILE, D), and the base-2 log-sum-exps of their scores (TILE,)."""
-    # The running maximum of the scores starts at a finite number, because -inf - (-inf) would be NaN.
+    """Compute attention (TILE, D) and base-2 log-sum-exps (TILE,) of queries."""
+    # finite start of the running maximum: -inf - (-inf) is NaN
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -62,7 +60,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # Avoid 0 / 0 for a part that has only masked keys.
+    # no 0 / 0 in a part of masked keys
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -72,8 +70,8 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store the attention outputs and log-sum-exps of up to 64 queries, over one part of the keys."""
-    num_queries = group_rows * HEADS  # query heads of all completions that share the keys
+    """Store outputs and log-sum-exps of up to 64 queries over one part of the keys."""
+    num_queries = group_rows * HEADS  # query heads that share the keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
     tile = program % tiles
@@ -85,7 +83,7 @@ def _part(
     query = tile * TILE + tl.arange(0, TILE)
     inside = query < num_queries
     row = group * group_rows + query // HEADS
-    line = (row * K + key_head) * HEADS + query % HEADS  # index into (R, H): rows, query heads
+    line = (row * K + key_head) * HEADS + query % HEADS  # index into (R, H)
     column = tl.arange(0, D)[None, :]
     queries = tl.load(q + line[:, None] * D + column, mask=inside[:, None], other=0.0)
 
@@ -93,7 +91,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # A part of the keys is skipped if its first key is masked, because all masked keys come last.
+    # masked keys come last: skip a part if its first key is masked
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -110,7 +108,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute attention to one part of the keys of a prompt or of a completion."""
+    """Compute attention to one part of the keys of a prompt or completion."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -119,7 +117,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # No completions share these keys, so group_rows is 1.
+        # keys of one completion: group_rows is 1
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -128,7 +126,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Merge the attention outputs of a query, one for each part of the keys, into one output."""
+    """Merge the outputs of all parts."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -143,24 +141,24 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if the Triton kernels for decoding support the queries q (R, H, D)."""
+    """Return True if the kernels support queries q (R, H, D)."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
 
 class WorkSplit(NamedTuple):
-    """How queries and keys are divided among the programs of a Triton kernel."""
+    """Division of queries and keys among Triton programs."""
 
     tile: int  # queries per program
     part_keys: int  # keys per part
-    parts: int  # parts into which the keys are divided
-    programs: int  # number of programs
+    parts: int
+    programs: int
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide the keys k (B, K, T, D) and their queries among about 128 Triton programs."""
+    """Divide keys k (B, K, T, D) and their queries among about 128 programs."""
     (B, K, T, _) = k.shape
-    # A GPU's matrix instruction needs at least 16 rows.
+    # matrix instructions need 16 rows
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
@@ -172,20 +170,17 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
-
-    decode_attention gives the same result as the class DecodeAttention in model/attention.py, but only for queries that
-    `fits` accepts.
+    """Compute attention of the newest tokens to their prompts and completions, as DecodeAttention, if `fits`.
 
     Args:
-        q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.
-        k, v: (B, K, P, D), the prompts' keys and values, contiguous.
-        prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
-        own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.
-        own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose key is not yet
-            written. Unwritten positions must come last, and each row's first key must be written.
+        q: (R, H, D), R / B consecutive rows per prompt.
+        k, v: (B, K, P, D) keys and values of prompts, contiguous.
+        prompt_bias: (B, P), 0 = key, -inf = padding, at the end.
+        own_k, own_v: (R, K, C, D) keys and values of rows, contiguous.
+        own_bias: (R, C) with any stride between rows, 0 = key, -inf = not yet written, at the end. The first key of a
+            row must be written.
     Returns:
-        The attention outputs (R, H, D).
+        (R, H, D) attention outputs.
     """
     (R, H, D) = q.shape
     (B, K, P, _) = k.shape

@@ -1,22 +1,20 @@
-"""Log-probabilities for given tokens, and entropies, computed without storing all logits.
+"""Log-probabilities of given tokens, and entropies, without storing all logits.
 
 Derivation. For one hidden state h (D,), head W (V, D), chosen token y and temperature T:
 
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-The logits (M, V) are computed one block at a time. For each token, the forward pass stores three numbers: the largest
-logit, the sum of the exponentials, and the entropy. The backward pass recomputes each block of logits, and overwrites
-the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a zero
-advantage or a clipped ratio.
+The logits (M, V) are computed block by block. The forward pass keeps three numbers per token: the largest logit, the
+sum of exponentials and the entropy. The backward pass recomputes a block, overwrites it with its gradient, and skips
+tokens without a gradient (zero advantage, clipped ratio).
 
-A block of logits fits into the processor's cache. On a CPU, a block has a few tokens and the whole vocabulary. In
-Triton, a block has up to 4,096 tokens and at least 2,048 ids. Triton's backward pass needs a float32 copy of the LM
-head's gradient for only one part of the vocabulary at a time.
+A block fits into the processor's cache: a few tokens and the whole vocabulary on a CPU; up to 4,096 tokens and at least
+2,048 ids in Triton, whose backward pass then needs a float32 copy of the head's gradient for one part of the vocabulary
+only.
 
-Logits are float32 even if the hidden states are bfloat16, because bfloat16 would round a logit of 20.05 to 20. With
-bfloat16 hidden states, the gradient of the logits is rounded to bfloat16, but the gradients of the hidden states and of
-the LM head are summed in float32.
+Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Their gradient is then rounded
+to bfloat16, but gradients of hidden states and head are summed in float32.
 """
 
 import torch
@@ -35,18 +33,18 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# target size in bytes for a block of float32 logits that torch computes on a CPU; a block has 32 to 256 rows
+# bytes of a float32 block on a CPU, in 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum number of rows in a block of logits that torch computes on a GPU
-# maximum number of rows in a block of logits for Triton; with 2,048 ids, a float32 block takes 34 MB
+GPU_ROWS = 512  # maximum rows of a torch block on a GPU
+# maximum rows of a Triton block: 34 MB in float32 with 2,048 ids
 TILE = 4096
 
 
 class Pieces:
-    """Compute the logits from hidden states (M, D) and the LM head's weight (V, D), one block at a time.
+    """Compute logits from hidden states (M, D) and head (V, D), in blocks of tokens and ids.
 
-    A block of logits covers a slice of the tokens and a slice of the vocabulary. `mask` is the sampling mask of
-    linear_log_softmax; an empty mask (2, 0) allows all ids.
+    Args:
+        mask: sampling mask of linear_log_softmax; (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
@@ -58,19 +56,19 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # a single tile on the torch path
+        self.tiles = slices(len(weight), width)  # one tile in torch
         self.hidden = hidden
-        # On a CPU, PyTorch has no bfloat16 product with a float32 result, so the LM head is converted to float32.
+        # CPU: no bfloat16 product with a float32 result in PyTorch
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # All blocks of logits use the same memory, because newly allocated memory causes page faults.
+        # memory of all blocks: new allocations cause page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute a block of logits (m, width), in memory that the next block will overwrite."""
+        """Compute a block of logits (m, width), overwritten by the next block."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -80,7 +78,7 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Return each token's log-probability, entropy, largest logit and sum of exponentials, all (m,)."""
+        """Return log-probabilities, entropies, largest logits and sums of exponentials, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
@@ -93,7 +91,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute the gradient of a block of logits (m, width), in the dtype of the hidden states."""
+        """Compute the gradient of a block (m, width), in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -106,24 +104,24 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # Small matrix products do not keep a GPU busy, so a block with fewer rows gets more ids. Blocks of more than 8,192
-    # ids would need too much memory for the LM head's float32 gradient.
-    step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
+    """Return the width of a Triton block: 2,048 ids for 4,096 rows, 8,192 for at most 1,024 rows."""
+    # fewer rows, more ids: small products do not keep a GPU busy; above 8,192 ids, the head's float32 gradient is too
+    # large
+    step = TILE // 4  # 1,024: GPUs divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices of at most `size` elements; there is at least one slice, which may be empty."""
+    """Divide range(count) into slices of at most `size` elements, at least one, possibly empty."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
+    """Set logits z (m, width) to -inf, except at (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Allowed ids that belong to another block of logits are written into one extra element, which is not used.
+    # ids of other blocks go into one extra, unused element
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -131,14 +129,13 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join the sampling masks of several completions into one sampling mask.
+    """Join the sampling masks of completions.
 
     Args:
-        ids: (M,), all completions' tokens, one completion after the other.
-        masks: one pair for each completion: the number of allowed ids at each token, and the allowed ids for all its
-            tokens, concatenated.
+        ids: (M,) tokens of all completions.
+        masks: per completion, (number of allowed ids per token, allowed ids, concatenated).
     Returns:
-        (2, K), pairs of a token's index 0..M-1 and an allowed id.
+        (2, K) pairs (token index 0..M-1, allowed id).
     """
     if not masks:
         return ids.new_empty(2, 0)
@@ -146,12 +143,12 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # Each token's own id is also allowed: a tool's tokens have no other allowed id, because they were not sampled.
+    # own ids are allowed, too: tokens of tools have no others
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the largest number of rows of logits that torch computes at once."""
+    """Return the maximum rows of logits that torch computes at once."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -159,24 +156,24 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product a @ b to `total` in place; `total` is float32 or float64, and the factors may have 16 bits."""
+    """Add a @ b to `total` in place; `total` is float32 or float64, the factors may have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif has_float32_products(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # The device has no product of 16-bit matrices with a float32 result, so a @ b has 16 bits.
+        # no 16-bit product with a float32 result on this device
         total += a @ b
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors in `grads`; None is skipped."""
+    """Add gradients of hidden states (M, D) and head (V, D) to the two tensors in `grads`; None is skipped."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # not a copy if the dtype is the same
+            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy for an equal dtype
         for rows in pieces.rows:
             saved_rows = select_rows(saved, rows)
             dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
@@ -188,7 +185,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# Custom operators hide the blocks of logits from the memory estimate, so extras/memory/estimate.py adds piece_bytes.
+# extras/memory/estimate.py adds piece_bytes: custom operators hide the blocks from it
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -209,11 +206,11 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the hidden states and of the LM head; an unneeded gradient is an empty tensor."""
+    """Return the gradients of hidden states and head, empty if not needed."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # On a CPU, tokens without a gradient are left out. On a GPU, counting such tokens would make the host wait. With a
-    # sampling mask, all tokens are kept, because the mask contains token indices.
+    # CPU: without tokens that have no gradient; on a GPU, the host would wait for their number, and a sampling mask
+    # contains token indices
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -240,7 +237,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # an unused output's gradient is None
+    ctx.set_materialize_grads(False)  # None for unused outputs
 
 
 def _differentiate_scores(ctx, g, e, *_):
@@ -258,21 +255,17 @@ _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setu
 def linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, sampling_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities for given tokens, and entropies, from hidden states.
-
-    Log-probabilities and entropies are those of softmax(hidden @ weight.T / temperature).
+    """Compute log-probabilities of given tokens, and entropies, of softmax(hidden @ weight.T / temperature).
 
     Args:
-        hidden: (M, D), the hidden states that predict the M tokens.
-        weight: (V, D), the LM head's weight, with the same dtype as `hidden`.
-        ids: (M,) int64, the tokens to score.
-        temperature: logit divisor; must be greater than 0.
-        sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled for this token, for
-            example after top-k. Each token's softmax is restricted to its ids, which must include the token itself.
-            Without a mask, the softmax is over the whole vocabulary.
+        hidden: (M, D) hidden states that predict the tokens.
+        weight: (V, D) LM head, same dtype as `hidden`.
+        ids: (M,) int64 tokens to score.
+        temperature: logit divisor, above 0.
+        sampling_mask: (2, K) int64 pairs (token index 0..M-1, id that could be sampled there, for example after top-k).
+            The softmax of a token is over its ids, which must include the token itself. None = whole vocabulary.
     Returns:
-        The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64 inputs). Both are
-        differentiable.
+        Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is
         DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
@@ -290,8 +283,8 @@ def linear_log_softmax(
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a block of logits and its gradient in linear_log_softmax on a GPU."""
-    # In Triton, a logit takes 4 bytes. A float32 gradient overwrites the logit; a 16-bit gradient takes 2 more bytes.
+    """Return the bytes of a block of logits and its gradient on a GPU."""
+    # Triton: 4 bytes per logit, overwritten by a float32 gradient; 2 more for a 16-bit gradient
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

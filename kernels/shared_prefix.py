@@ -1,9 +1,7 @@
-"""Attention for completions that share a prompt.
+"""Attention of completions that share a prompt: one product of all their queries with the prompt's keys.
 
-The queries from all completions for a prompt are multiplied with the prompt's keys in one matrix product.
-
-Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head, H query heads in
-total, P prompt tokens, C completion tokens, D head dimension.
+Dimension letters: R rows (completions), B prompts, K key heads, h query heads per key head, H = K h, P prompt tokens,
+C completion tokens, D head dimension.
 """
 
 import math
@@ -22,24 +20,23 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# On a CPU, grouped_attention is faster than PyTorch's fused kernel if the float32 scores take at most 4 MiB.
+# grouped_attention is faster than PyTorch's fused kernel up to here, float32 scores on a CPU
 MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the tokens of prompts with equal length, and of their completions, in the packed sequence.
+    """Find prompts of equal length, and their completions, in the packed sequence.
 
     Args:
-        prompts: range of each prompt's positions in the packed sequence, for b prompts with P tokens each.
-        completions: ranges of positions of each prompt's completions, for r completions in total.
+        prompts: packed ranges of b prompts with P tokens.
+        completions: packed ranges of completions per prompt, r in all.
     Returns:
-        Three tensors: the token indices of the prompts (b, P), the token indices of the completions (r, C), padded with
-        -1, and each completion's prompt (r,).
+        Token indices of prompts (b, P) and completions (r, C), padded with -1; prompt index per completion (r,).
     """
     rows = [(prompt, span.start, len(span)) for prompt, spans in enumerate(completions) for span in spans]
     prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,): position in the completion
-    completion_block = starts[:, None] + offset  # (r, C): indices into the packed sequence
+    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
+    completion_block = starts[:, None] + offset  # (r, C) packed indices
     completion_block = completion_block.masked_fill(offset >= lengths[:, None], -1)
     prompt_starts = torch.tensor([prompt.start for prompt in prompts])
     prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))
@@ -47,38 +44,37 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 
 
 class PromptSlots:
-    """Convert between tensors with a row for each completion and padded tensors with a row for each prompt.
+    """Convert between a row per completion and a padded row per prompt.
 
     Args:
-        prompt_index: (R,), each completion's prompt, in ascending order. The tensor must be on the CPU, so that the
-            host does not wait for a GPU.
+        prompt_index: (R,) prompt per completion, ascending, in host memory (a GPU would make the host wait).
         prompts: number of prompts.
     """
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # index of each prompt's first row
+        first_row = counts.cumsum(0) - counts  # first row per prompt
         self.prompts = prompts
-        self.slots = int(counts.max())  # the largest number of completions of any prompt
+        self.slots = int(counts.max())  # maximum completions of a prompt
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # True if all prompts have the same number of completions
+        # equal numbers of completions
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join a prompt's completions along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join completions of a prompt along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Split the result of by_prompt into completions again: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
     def expand_to_rows(self, x: Tensor) -> Tensor:
-        """Repeat each prompt's row for all completions of the prompt: (prompts, ...) -> (completions, ...)."""
+        """Repeat prompt rows for their completions: (prompts, ...) -> (completions, ...)."""
         x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
         return x if self.full else Reorder.apply(x, self.slot)
 
@@ -86,44 +82,41 @@ class PromptSlots:
 def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention from completions to all keys of their prompt, and causally to their own keys.
+    """Compute attention of completions to all keys of their prompt, and causally to their own keys.
 
-    PyTorch's fused kernel computes attention without storing scores, except for small inputs on a CPU. Where the fused
-    kernel is not supported, for example for float32 on a GPU, the prompt's keys are copied for each completion.
+    PyTorch's fused kernel stores no scores. Small inputs on a CPU use grouped_attention; where the fused kernel is not
+    supported (float32 on a GPU), the prompt's keys are copied per completion.
 
     Args:
-        q: (R, H, C, D), the completions' queries.
-        k, v: (R, K, C, D), the completions' keys and values.
-        prompt_k, prompt_v: (B, K, P, D), the prompts' keys and values.
-        slots: assigns the completions to their prompts.
+        q: (R, H, C, D) queries of completions.
+        k, v: (R, K, C, D) keys and values of completions.
+        prompt_k, prompt_v: (B, K, P, D) keys and values of prompts.
+        slots: completion -> prompt.
     Returns:
-        The attention outputs (R, H, C, D).
+        (R, H, C, D) attention outputs.
     """
     num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32 score size
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):
         return JoinedAttention.apply(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.expand_to_rows(prompt_k), k], dim=2)
     v = torch.cat([slots.expand_to_rows(prompt_v), v], dim=2)
-    # Query i attends to P + i + 1 keys.
+    # query i: P + i + 1 keys
     return dense_attention(q, k, v, is_causal=True)
 
 
 class JoinedAttention(torch.autograd.Function):
-    """Compute the attention of completions with two calls to PyTorch's fused kernel, without copies or masks.
+    """Compute attention of completions in two calls of PyTorch's fused kernel, without copies or masks.
 
-    The first call computes attention to the prompts' keys. The second call computes causal attention to each
-    completion's own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
+    Call 1 attends to the prompts' keys, call 2 causally to the completions' own. With outputs o_j and log-sum-exps e_j,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. The backward pass calls PyTorch's fused backward kernel twice: with the prompts' keys,
-    and with the completions' keys. Both calls get the attention output and the log-sum-exp for all keys.
+    is the attention to all keys. The backward pass calls the fused backward kernel twice, with `out` and e.
 
-    Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
-    et al., 2023).
+    Source: Hydragen (Juravsky et al., 2024) forward, Ring Attention (Liu et al., 2023) backward.
     """
 
     @staticmethod
@@ -134,7 +127,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # attention outputs, on a CPU in float32
+        # float32 on a CPU
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -146,7 +139,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # In the memory order (R, C, H, D), by_prompt can join a prompt's completions without a copy.
+        # memory order (R, C, H, D): by_prompt needs no copy
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
@@ -161,7 +154,7 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute the attention of completions with one matrix product for all completions of a prompt."""
+    """Compute attention of completions with one product per prompt."""
     (_, H, C, _) = q.shape
     K = k.shape[1]
     S = slots.slots  # per prompt
@@ -176,7 +169,7 @@ def grouped_attention(
     to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P)
     weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
-    # (B, K, S, C*h, D): each slot's outputs
+    # (B, K, S, C*h, D)
     out = (to_prompt @ prompt_v).view_as(own_q)
     out = out + to_own.unflatten(2, (S, C * h)) @ own_v
     out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)

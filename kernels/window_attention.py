@@ -11,13 +11,12 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-Triton's backward pass computes the attention weights again in registers, so that only q, k and v are saved.
+Triton's backward pass recomputes the attention weights in registers, so only q, k and v are saved. A program computes
+one head of one segment of at most 64 tokens. A head dimension of 80 is padded to 128, not to 64 + 16: compiler bug in
+Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-A Triton program computes the attention of one head in one segment of at most 64 tokens. A head dimension of 80 is
-padded to 128, not to 64 + 16, because of a compiler bug in Triton 3.6 and 3.7 (triton-lang/triton#11366).
-
-On an H200, attention for the windows of eight photographs (forward and backward) takes 1 ms with one call of
-varlen_attn, and 39 ms with 128 calls of scaled_dot_product_attention.
+Windows of eight photographs on an H200, forward and backward: 1 ms in one call of varlen_attn, 39 ms in 128 calls of
+scaled_dot_product_attention.
 """
 
 import math
@@ -30,26 +29,26 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# longest segment and largest head dimension whose 16-bit tensors fit into a GPU's registers; float32 uses torch
+# maximum segment and head dimension in registers, 16 bits; float32 uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Consecutive segments of equal length share an attention call. On a CPU, a call costs as much time as sorting 128
-# tokens, so segments are sorted by length if calls would have fewer than 128 tokens on average.
+# Equal neighbors share an attention call, which costs as much as sorting 128 tokens on a CPU: below that mean, segments
+# are sorted by length.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """The start and end of each segment of a packed sequence; a token attends only to tokens of its own segment."""
+    """Starts and ends of segments; tokens attend only to their own segment."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # index of each segment's first token, and the number of all tokens: (segments + 1,)
+        # (segments + 1,) first tokens, and the number of tokens
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, tokens) of equal neighbors: lengths 64, 64 and 16 give [(64, 128), (16, 16)]
+        # (segment length, tokens) of equal neighbors: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # (T,): the order of the tokens if segments are sorted by length, and the inverse order; None without sorting
+        # (T,) token order by segment length, and its inverse; None without sorting
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -59,10 +58,10 @@ class Segments:
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention inside segments in torch, with one call for consecutive segments of the same length."""
+    """Compute attention inside segments in torch, one call per run of equal lengths."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    if len(segments.runs) == 1:  # split and concatenation are not needed
+    if len(segments.runs) == 1:  # nothing to split
         [(length, _)] = segments.runs
         out = _equal_segments(q, k, v, length)
     else:
@@ -73,14 +72,14 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 
 def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    # (S, H, L, D): segments, heads, tokens in a segment, head dimension
+    # (segments, H, L, D)
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention inside segments with one call to torch's varlen_attn, which needs an NVIDIA GPU."""
-    # varlen_attn is imported only on use, because its module imports torch._dynamo, which takes over a second.
+    """Compute attention inside segments in one call of torch's varlen_attn, for NVIDIA GPUs."""
+    # imported late: torch._dynamo takes over a second
     from torch.nn.attention.varlen import varlen_attn
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)
@@ -89,14 +88,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# The Triton kernels pad the tokens of a segment to ROWS, and the head dimension D to COLUMNS, both powers of two.
+# segments are padded to ROWS tokens, heads to COLUMNS elements, both powers of two
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
-    """Load the queries, keys or values of a segment, padded with 0 to (ROWS, COLUMNS)."""
+    """Load q, k or v of a segment, padded with 0 to (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -124,7 +123,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr):
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute a segment's attention weights (ROWS, ROWS) from the products of all its queries and keys."""
+    """Compute attention weights (ROWS, ROWS) from scores."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -133,11 +132,11 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the index of a Triton program's head, and the first token and the length of its segment."""
+    """Return head, first token and length of the program's segment."""
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    # int64, because start * H * D, an offset into the output, may exceed 32 bits
+    # int64: start * H * D may exceed 32 bits
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -168,7 +167,7 @@ def _backward_kernel(
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # into the gradient tensors, which are all contiguous
+    offset = (start * H + head) * D  # into the contiguous gradients
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS)
@@ -176,7 +175,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # Upstream gradients are 0 in padded rows, so padded queries add nothing to the gradients of the keys.
+    # padded queries add nothing: their upstream gradients are 0
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -185,14 +184,14 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
-    """Return the padded token count and head dimension: 60 tokens with dimension 80 are padded to (64, 128)."""
-    # tl.dot needs an inner dimension of at least 16, and both sizes are inner dimensions of a product.
+    """Return padded tokens and head dimension: (60, 80) -> (64, 128)."""
+    # at least 16: inner dimensions of tl.dot
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    # The Triton kernels accept any strides between rows and between heads, but columns must be contiguous.
+    # any strides of rows and heads, contiguous columns
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns) = block_sizes(longest, D)
@@ -200,10 +199,10 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # With 64 rows, the matrix instruction of Hopper GPUs needs 4 warps.
+            # Hopper's matrix instruction needs 4 warps for 64 rows
             num_warps=rows // 16,
             num_stages=1,
-            # Each launch sets enable_fp_fusion, because later versions of Triton change the default.
+            # enable_fp_fusion: later versions of Triton change the default
             enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -242,23 +241,22 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention within each segment, with scores scaled by (head dimension)^-1/2.
+    """Compute attention within segments, with scores scaled by D^-1/2.
 
-    The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment, and head dimensions up to 128. Without
-    Triton, an NVIDIA GPU uses PyTorch's varlen_attn for segments of different lengths up to 64 tokens. Without Triton
-    and varlen_attn, consecutive segments of equal length share one attention call.
+    Triton: float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Else varlen_attn on an NVIDIA
+    GPU, for different lengths up to 64 tokens. Else one attention call per run of equal lengths.
 
     Args:
-        q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.
+        q, k, v: (T, H, D), same dtype.
     Returns:
-        The attention outputs (T, H, D).
-    Source: the same result as transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
+        (T, H, D) attention outputs.
+    Source: transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     is_short = segments.longest <= MAX_TOKENS
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
-    # The speed of torch's varlen_attn was measured only for segments of at most 64 tokens.
+    # varlen_attn was measured only up to 64 tokens
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)
