@@ -1,13 +1,15 @@
-"""`minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
+"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses of a clone; name their mistakes and designs.
 
 `--laws` checks a loss by laws instead of recorded numbers, see all_laws.py.
 
 The exit status of `parity` is 0 if all numbers agree and all laws hold, 1 if not, and 2 if nothing could be compared.
+For a clone, 1 stands for a mistake or a broken law in one of its losses.
 """
 
 import argparse
 import json
 import traceback
+from pathlib import Path
 
 import yaml
 
@@ -15,15 +17,17 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import user_error_message
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
+from minivlmrl.extras.parity.clone import audit_clone, summary
 from minivlmrl.extras.parity.frameworks import FRAMEWORKS
 from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command's arguments, and refuse combinations in which an argument would have no effect."""
-    says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
+    says = "Check losses against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
-    target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
+    target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; the folder of a recorded step; or a "
+    target += "folder of code, or FOLDER:NAME for its functions whose names contain NAME"
     p.add_argument("target", help=target)
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
@@ -61,6 +65,9 @@ def given(options: argparse.Namespace, *names: str) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     limit = given(options, "seconds")
+    folder, _, name = options.target.partition(":")
+    if Path(folder).is_dir() and not (Path(folder) / "step.json").is_file():
+        return check_clone(Path(folder), name, limit)
     if ":" in options.target:
         return check_loss(options, limit)
     findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)
@@ -83,3 +90,19 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
         raise
     print(verdict)
     return int(not verdict.agrees)
+
+
+def check_clone(folder: Path, name: str, limit: dict[str, float]) -> int:
+    """Print a line for each loss in a folder of code, and return the exit status."""
+    found = []
+    for audited in audit_clone(folder, name, **limit):
+        print(audited, flush=True)
+        found.append(audited)
+    if not found:
+        raise ValueError(
+            f"{folder} is not a recorded step, because it does not contain step.json, and none of its Python files has "
+            "a function that takes log-probabilities and advantages. docs/numerical_parity.md explains both."
+        )
+    print(summary(folder, found))
+    results = {audited.result for audited in found}
+    return 2 if results == {"not bound"} else int(bool(results & {"mistake", "broken law"}))

@@ -1,0 +1,321 @@
+"""Check the losses in a folder of somebody's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
+
+A function or method may be a loss if it takes log-probabilities and advantages, or sums of chosen and rejected
+log-probabilities. Its arguments are bound by their names, in the layouts that occur; compile_alone.py says what runs.
+"""
+
+import ast
+import contextlib
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from minivlmrl.errors import pluralize, truncate
+from minivlmrl.extras.parity.calling import loss_and_gradient
+from minivlmrl.extras.parity.compile_alone import Clone, Names
+from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
+from minivlmrl.extras.parity.frameworks import as_torch
+from minivlmrl.extras.parity.loss import SETTINGS, cases, closest_losses, compare, judge
+
+TOLERANCE = 1e-5  # many projects compute in float32
+TRIED = 2  # close losses of TRL with which a function is compared, one after another
+# layouts: shape of the advantages, and whether the mask is boolean; the last three only if no other fits
+LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
+
+LOGPS = r"log_?p(?!ol)|log_?prob"
+EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
+# meanings of the names of arguments, attributes and keys; the first pattern that is found counts
+TENSORS = (
+    (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
+    (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
+    (rf"(?=.*ref)(?=.*reject)({LOGPS}|ref)", "ref_rejected"),
+    (rf"(?=.*chosen).*({LOGPS})", "chosen"),
+    (rf"(?=.*reject).*({LOGPS})", "rejected"),
+    (r"advantage|(^|_)advs?($|_)", "advantages"),
+    (rf"(?=.*ref).*({LOGPS})", "ref"),
+    (rf"(?=.*(old|rollout|behav|prox|sampl|prev|gen|infer)).*({LOGPS})", "old"),
+    (r"^(log_?ratios?|neg_approx_kl)$", "log_ratio"),
+    (LOGPS, "logps"),
+    (r"^(importance_)?ratios?$", "ratio"),
+    (r"^ppo_kl$", "minus_log_ratio"),
+    (r"mask", "mask"),
+)
+NUMBERS = (
+    (r"dual|delta|_c$|mode|type", None),
+    (r"(eps|clip).*(high|hi|upper|max)|(high|upper).*(eps|clip)", "epsilon_high"),
+    (rf"(eps|clip).*(low|lo|lower|min)$|low.*(eps|clip)|^{EPSILON}$", "epsilon_low"),
+    (r"^(beta|(init_)?kl_?(coef|coeff|beta|weight|loss_coef))$", "beta"),
+    (r"^label_smoothing$", "label_smoothing"),
+    (r"num_items|num_tokens|total_tokens", "tokens"),
+    (r"max_.*len|loss_scale_factor", "max_completion_length"),
+)
+CONFIGS = r"config|cfg|args|^policy_loss$"
+# further settings of projects
+OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
+OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
+OTHERS |= {"loss_agg_mode": "token-mean", "importance_sampling_level": "token"}
+
+
+def meaning(name: str, table: tuple) -> str | None:
+    return next((found for pattern, found in table if re.search(pattern, name.lower())), None)
+
+
+class Answers:
+    """Stands for a config, batch or trainer: tensors and numbers by their names, None for other names."""
+
+    def __init__(self, case: "Case"):
+        vars(self)["_case"] = case
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._case.by_name(name)
+
+    def __getitem__(self, name: str):
+        return self._case.by_name(name)
+
+    def __contains__(self, name: str) -> bool:
+        return self._case.by_name(name) is not None
+
+    def get(self, name: str, default=None):
+        x = self._case.by_name(name)
+        return default if x is None else x
+
+
+@dataclass
+class Case:
+    """A test case in one of the LAYOUTS."""
+
+    batch: dict
+    options: dict
+    advantages: str
+    has_bool_mask: bool
+
+    def by_name(self, name: str, logps: str = "old"):
+        """Return what a name means, or None; `logps` is that of log-probabilities of no named policy."""
+        tensor = meaning(name, TENSORS)
+        if tensor:
+            return self.tensor(logps if tensor == "logps" else tensor)
+        if re.search(CONFIGS, name):
+            return Answers(self)
+        if name == "global_batch_info":  # of verl: divisors of the whole step
+            return {"batch_num_tokens": self.options.get("tokens"), "global_batch_size": len(self.batch["mask"])}
+        number = meaning(name, NUMBERS)
+        return self.options.get(number) if number else OTHERS.get(name)
+
+    def tensor(self, name: str):
+        mask, logps = self.batch["mask"], self.batch["per_token_logps"]
+        if name == "mask":
+            return mask > 0 if self.has_bool_mask else mask
+        if name == "advantages":
+            rows = self.batch["advantages"]
+            return {"rows": rows, "column": rows[:, None], "tokens": rows[:, None] + 0 * mask}[self.advantages]
+        if name in ("logps", "ref", "old"):
+            return logps if name == "logps" else self.batch[f"{name}_per_token_logps"]
+        if name.endswith("ratio"):
+            log_ratio = logps - self.batch["old_per_token_logps"]
+            return {"log_ratio": log_ratio, "minus_log_ratio": -log_ratio, "ratio": math.e**log_ratio}[name]
+        of_model = self.batch["ref_per_token_logps"] if name.startswith("ref") else logps
+        return (of_model * mask).sum(-1)[:, 0 if name.endswith("chosen") else 1]
+
+
+@dataclass
+class Candidate:
+    """A function, or a method of `owner`, that may be a loss."""
+
+    names: Names
+    node: ast.FunctionDef
+    owner: str
+    kind: str  # grpo or dpo
+
+    def __str__(self) -> str:
+        return f"{self.names.path}:{self.node.lineno} {self.owner}{'.' * bool(self.owner)}{self.node.name}"
+
+    @property
+    def framework(self) -> str:
+        return next((name for name in ("torch", "jax", "mlx") if self.names.imports(name)), "torch")
+
+    def function(self, case: Case) -> Callable:
+        if not self.owner:
+            return self.names[self.node.name]
+        cls = type(self.owner, (self.names[self.owner], Answers), {})
+        instance = object.__new__(cls)
+        Answers.__init__(instance, case)
+        return getattr(instance, self.node.name)
+
+    def loss(self, layout: tuple[str, bool]) -> Callable:
+        """Return a loss f(batch, options) that calls the function with arguments in a layout."""
+        needed, optional = parameters(self.node, bool(self.owner))
+        logps = [name for name in (*needed, *optional) if meaning(name, TENSORS) == "logps"]
+        arguments = [x for x in ast.walk(self.node.args) if isinstance(x, ast.arg)]
+        choices = {x.arg: first_choice(x) for x in arguments if first_choice(x) is not None}
+
+        def loss(batch: dict, options: dict):
+            case = Case(batch, options, *layout)
+            given = {}
+            for name in (*needed, *optional):
+                x = case.by_name(name, "old" if name in logps[1:] else "logps")
+                if x is not None or name in needed:
+                    given[name] = choices.get(name, Answers(case)) if x is None else x
+            return scalar(self.function(case)(**given), batch["mask"], options)
+
+        return loss
+
+
+def parameters(node: ast.FunctionDef, is_method: bool) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters without and with a default."""
+    a = node.args
+    positional = [x.arg for x in a.posonlyargs + a.args]
+    count = len(positional) - len(a.defaults)
+    is_bound = is_method and not any(ast.unparse(x) == "staticmethod" for x in node.decorator_list)
+    keywords = [[x.arg for x, y in zip(a.kwonlyargs, a.kw_defaults, strict=True) if bool(y) == has] for has in (0, 1)]
+    return positional[is_bound:count] + keywords[0], positional[count:] + keywords[1]
+
+
+def first_choice(argument: ast.arg) -> str | int | None:
+    """Return 0 for a number, and the first text of an annotation such as Literal["token", "seq"]."""
+    annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+    if annotation in ("float", "int", "bool"):
+        return 0
+    found = re.match(r"""(?:typing\.)?Literal\[['"](\w+)""", annotation)
+    return found and found[1]
+
+
+def scalar(result, mask, options: dict):
+    """Return the loss in what a function returned; the tokens' losses are averaged as in dapo."""
+    while isinstance(result, tuple | list):
+        result = result[0]
+    if isinstance(result, dict):
+        result = result.get("loss", next(iter(result.values())))
+    if result.ndim == 2:
+        return (result * mask).sum() / options["tokens"]
+    return result.mean() if result.ndim else result
+
+
+def candidates(clone: Clone) -> Iterator[Candidate]:
+    """Yield the functions and methods whose parameters may be those of a loss."""
+    for names in clone.files:
+        for node in names.tree.body:
+            methods = node.body if isinstance(node, ast.ClassDef) else [node]
+            owner = node.name if isinstance(node, ast.ClassDef) else ""
+            for function in methods:
+                if isinstance(function, ast.FunctionDef) and (kind := kind_of(function)):
+                    yield Candidate(names, function, owner, kind)
+
+
+def kind_of(node: ast.FunctionDef) -> str | None:
+    """Return the kind of loss that a function may be: grpo, dpo or None."""
+    arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
+    attributes = set()
+    for x in ast.walk(node):
+        of = getattr(x, "value", None)
+        if isinstance(of, ast.Name) and of.id in arguments:
+            attributes |= {getattr(x, "attr", ""), getattr(getattr(x, "slice", None), "value", "")}
+    given = {meaning(name, TENSORS) for name in arguments}
+    inside = given | {meaning(name, TENSORS) for name in attributes if isinstance(name, str)}
+    returns = any(isinstance(x, ast.Return) and x.value for x in ast.walk(node))
+    if not returns or "ctx" in arguments:
+        return None
+    if "advantages" in inside and given & {"logps", "ratio", "log_ratio", "minus_log_ratio"}:
+        return "grpo"
+    return "dpo" if given >= {"chosen", "rejected", "ref_chosen", "ref_rejected"} else None
+
+
+@dataclass
+class Audited:
+    """What was found about a candidate."""
+
+    candidate: Candidate
+    result: str  # agrees, design, mistake, broken law, differs or not bound
+    says: str
+
+    def __str__(self) -> str:
+        return f"{self.candidate}: {self.result}: {self.says}"
+
+
+def audit_clone(folder: Path, name: str = "", **limit: float) -> Iterator[Audited]:
+    """Compare the functions of a folder whose names contain `name` with TRL's losses, one after another."""
+    for candidate in candidates(Clone(folder)):
+        if name in candidate.node.name:
+            with contextlib.redirect_stdout(open(os.devnull, "w")):
+                found = audit_candidate(candidate, **limit)
+            yield found
+
+
+def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
+    errors = []
+    best = None
+    for i, layout in enumerate(LAYOUTS):
+        if best and i > 1:
+            break
+        try:
+            closest = close_losses(candidate, layout)
+        except Exception as error:  # of the project's code, or of arguments that do not fit
+            errors.append(f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}")
+            continue
+        if best is None or closest[0][0] < best[0][0]:
+            best = closest
+            loss = candidate.loss(layout)
+    if best is None:
+        return Audited(candidate, "not bound", errors[0])
+    results = []
+    for _, only in best[:TRIED]:
+        verdict = judge(loss, TOLERANCE, framework=candidate.framework, **limit, **only)
+        of = " ".join(f"{option}={x}" for option, x in only.items() if option != "kind")
+        if verdict.agrees:
+            return Audited(candidate, "agrees", f"TRL's {of}")
+        if verdict.kinds:
+            result = "mistake" if "mistake" in verdict.kinds else "design"
+            lines = [line.partition(": ")[2] for line in verdict.names if line.startswith(("mistake: ", "design: "))]
+            return Audited(candidate, result, f"{'; '.join(lines)} (closest: {of})")
+        laws = "; ".join(says.partition(". Smallest")[0] for says in verdict.broken)
+        unnamed = f"from TRL's {of} for no known cause, but obeys all laws"
+        results.append(Audited(candidate, "broken law", laws) if laws else Audited(candidate, "differs", unnamed))
+    return results[0]
+
+
+def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[tuple[float, dict]]:
+    """Return (share of differing cases, options of the cases) for the losses of TRL; the closest one comes first."""
+    loss = as_torch(candidate.loss(layout), candidate.framework)
+    kind = candidate.kind
+    read = set()
+    batch = random_batch(kind, MASKS[5])
+    _, slope = loss_and_gradient(
+        loss, batch, {"kind": kind, **DEFAULTS[kind], "tokens": int(batch["mask"].sum())}, read
+    )
+    if not (slope.isfinite().all() and slope.any()):
+        raise ValueError("no gradient reaches the log-probabilities")
+    only = {} if "ref_per_token_logps" in read else {"beta": 0.0}
+    results = []
+    for _, options, batch, value, slope in cases(kind=kind, **only):
+        results.append((options, compare(loss, options, batch, value, slope).error))
+    ranked = []
+    settings = [x for x in SETTINGS[: 2 if only else 3] if x in results[0][0]]
+    for text, group in closest_losses(results, settings, TOLERANCE):
+        options = dict(item.split("=") for item in text.split())
+        share = sum(results[i][1] > TOLERANCE for i in group) / len(group)
+        ranked.append((share, {x: yaml.safe_load(value) for x, value in options.items()} | only))
+    return sorted(ranked, key=lambda pair: (pair[0] > 0, not is_named(candidate, pair[1]), pair[0]))
+
+
+def is_named(candidate: Candidate, options: dict) -> bool:
+    """Return whether the name of a function or class contains that of a loss, such as cispo."""
+    level = options.get("importance_sampling_level")
+    name = "gspo" if level == "sequence" else options["loss_type"]
+    return f"{name}" in f"{candidate.owner} {candidate.node.name}".lower()
+
+
+def summary(folder: Path, found: list[Audited]) -> str:
+    """Return one line with the counts of a folder, for CI."""
+    counts = Counter(x.result for x in found)
+    parts = [f"{counts[result]} {result}" for result in RESULTS if counts[result]]
+    return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"
+
+
+RESULTS = ("agrees", "design", "differs", "broken law", "mistake", "not bound")
