@@ -5,7 +5,7 @@ import os
 import sys
 
 from minivlmrl.commands.process import set_up_process
-from minivlmrl.errors import did_you_mean, user_error_message
+from minivlmrl.errors import did_you_mean, print_traceback, user_error_message
 from minivlmrl.load_extra import load_extra
 
 COMMANDS = {  # name: (module:function, one sentence)
@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         line = user_error_message(error)
         if line is None:
-            raise
+            print_traceback(error)
+            return 1
         print(f"minivlmrl {name}: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,11 +4,12 @@ import difflib
 import os
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from opcode import opmap
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, print_exception
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
@@ -58,18 +59,37 @@ def user_error_message(error: BaseException) -> str | None:
     is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
     if not is_known and not isinstance(error, OSError):
         return None
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    for frame in reversed(extract_tb(cause.__traceback__)):
-        if frame.filename.startswith(OURS) or is_out_of_memory(cause):
-            break
-        if frame.filename in USER_FILES:
-            return None
+    if user_code(error):
+        return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
     is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path is the most useful part
     return line if is_path else truncate_message(line)
+
+
+def user_code(error: BaseException) -> str:
+    """Describe the line of a user's file in which an error was raised, for example "mine.py:3, in f: return x[0]".
+
+    Returns "" if minivlmrl raised the error, also if the user's code called minivlmrl.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, SyntaxError) and error.filename in USER_FILES:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if frame.filename.startswith(OURS) or is_out_of_memory(error):
+            break
+        if frame.filename in USER_FILES:
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
+def print_traceback(error: BaseException):
+    """Print the line of the user's file and the message first, because they often suffice, and then the traceback."""
+    if line := user_code(error):
+        notes = getattr(error, "__notes__", ())
+        print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
+    print_exception(error)
 
 
 def is_raised_by_us(error: BaseException) -> bool:

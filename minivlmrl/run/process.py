@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.distributed.process_group import monitored_barrier
-from minivlmrl.errors import user_error_message
+from minivlmrl.errors import print_traceback, user_error_message
 from minivlmrl.json_files import write_json
 
 
@@ -90,8 +89,8 @@ def run_rank(work: Callable[[], int]):
 
     try:
         code = recorded()
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        print_traceback(error)
         code = 1
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
