@@ -264,41 +264,42 @@ def reward_loss(
 
 
 def check_dpo_options(
-    loss_types: Sequence[str],
+    loss_type: Sequence[str],
     loss_weights: Sequence[float] | None,
     label_smoothing: float,
     f_divergence_type: str,
     use_weighting: bool,
     prefix: str = "",
+    **_others: object,
 ):
     """Raise ValueError if options of `dpo_loss` contradict each other.
 
     Args:
         prefix: recipe section with a dot, for example "dpo.", for option names in messages.
     """
-    for name in loss_types:
+    for name in loss_type:
         check_known(f"{prefix}loss_type", name, DPO_LOSSES)
     check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
-    num_weights = len(loss_types) if loss_weights is None else len(loss_weights)
-    only_reverse_kl = [name for name in loss_types if name not in F_LOSSES]
-    sorting = [name for name in loss_types if name in ("aot", "aot_unpaired")]
+    num_weights = len(loss_type) if loss_weights is None else len(loss_weights)
+    only_reverse_kl = [name for name in loss_type if name not in F_LOSSES]
+    sorting = [name for name in loss_type if name in ("aot", "aot_unpaired")]
     rules = [  # (True if the rule is broken, error message)
-        (not loss_types or len(loss_types) != num_weights,
-         f"loss_type is {loss_types} and loss_weights is {loss_weights}; "
+        (not loss_type or len(loss_type) != num_weights,
+         f"loss_type is {loss_type} and loss_weights is {loss_weights}; "
          "name at least one loss, and give one weight for each"),
         (f_divergence_type != "reverse_kl" and only_reverse_kl,
          f"loss_type {only_reverse_kl} is only defined for f_divergence_type reverse_kl; "
          f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"),
         (use_weighting and sorting,
          f"use_weighting does not work with loss_type {sorting}, which sorts the pairs; set it to false"),
-        ("exo_pair" in loss_types and not label_smoothing,
+        ("exo_pair" in loss_type and not label_smoothing,
          "loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"),
         (not 0 <= label_smoothing < 0.5,
          f"label_smoothing is {label_smoothing}, but it must be in [0, 0.5)"),
     ]  # fmt: skip
-    for is_broken, says in rules:
+    for is_broken, message in rules:
         if is_broken:
-            raise ValueError(f"{prefix}{says}")
+            raise ValueError(f"{prefix}{message}")
 
 
 def sorted_margins(logps: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Direct preference optimization (arXiv 2305.18290); MPO, IPO and other losses are options."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from minivlmrl.losses.preference import answer_logps, check_dpo_options, dpo_los
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import PairTrainer
+
+# options that dpo_loss and check_dpo_options take by the same names
+LOSS_OPTIONS = (
+    "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
+    "use_weighting",
+)  # fmt: skip
 
 
 class DPOTrainer(PairTrainer):
@@ -26,14 +33,7 @@ class DPOTrainer(PairTrainer):
     @classmethod
     def check(cls, config: RunConfig):
         options = getattr(config, cls.stage)
-        check_dpo_options(
-            options.loss_type,
-            options.loss_weights,
-            options.label_smoothing,
-            options.f_divergence_type,
-            options.use_weighting,
-            prefix=f"{cls.stage}.",
-        )
+        check_dpo_options(**loss_options(options), prefix=f"{cls.stage}.")
 
     @staticmethod
     def has_reference(options: DPOOptions) -> bool:
@@ -55,14 +55,7 @@ class DPOTrainer(PairTrainer):
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            loss_type=options.loss_type,
-            loss_weights=options.loss_weights,
-            beta=options.beta,
-            label_smoothing=options.label_smoothing,
-            f_divergence_type=options.f_divergence_type,
-            f_alpha_divergence_coef=options.f_alpha_divergence_coef,
-            ld_alpha=options.ld_alpha,
-            use_weighting=options.use_weighting,
+            **loss_options(options),
             ref_per_token_logps=reference_logps(batch),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,
@@ -79,6 +72,10 @@ class DPOTrainer(PairTrainer):
         )
         log_ratio = policy - reference  # (B, 2)
         return log_ratio[:, 0] - log_ratio[:, 1]
+
+
+def loss_options(options: DPOOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in LOSS_OPTIONS}
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:

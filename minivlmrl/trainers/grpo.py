@@ -194,7 +194,7 @@ class GRPOTrainer(RolloutTrainer):
         """Return True if samples with an advantage of 0 affect the gradient, for example because of a KL penalty."""
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
-        return bool(is_regularized or options.loss_type == "bnpo" or self.loss_function is not grpo_loss)
+        return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
 
     @property
     def needs_old_logps(self) -> bool:
@@ -226,12 +226,15 @@ class GRPOTrainer(RolloutTrainer):
     def loss_function(self) -> Callable:
         return find_loss(self.options)
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the loss is grpo_loss; only built-in losses have token weights and an entropy bonus."""
+        return self.loss_function is grpo_loss
+
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
-        # Only built-in losses have token weights and an entropy bonus.
-        is_builtin = self.loss_function is grpo_loss
         returned = self.loss_function(
             padded_logps,
             batch.advantages,
@@ -246,14 +249,11 @@ class GRPOTrainer(RolloutTrainer):
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
-            **(self.weights(batch, padded_entropies) if is_builtin else {}),
+            **self.weights(batch, padded_entropies),
         )
         loss, metrics = checked_loss(f"{self.stage}.loss_type {options.loss_type}", returned)
-        if options.entropy_coef and is_builtin:
-            num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
-            token_mask = self.kept_tokens(batch, padded_entropies)
-            bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
-            loss = loss - options.entropy_coef * bonus
+        if options.entropy_coef and self.is_builtin:
+            loss = loss - options.entropy_coef * self.mean_entropy(batch, padded_entropies)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
@@ -272,10 +272,17 @@ class GRPOTrainer(RolloutTrainer):
         """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
+    def mean_entropy(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
+        """Average the entropy over the tokens to train on in the whole optimizer step."""
+        num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
+        return mean_entropy(entropies, self.kept_tokens(batch, entropies), batch.normalizer, num_tokens)
+
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
         """Return keyword arguments for grpo_loss that weight the loss of each token."""
         ratio = batch.importance_sampling_ratio
         weights = {}
+        if not self.is_builtin:
+            return weights
         if self.options.top_entropy_quantile < 1:
             weights["token_weights"] = self.kept_tokens(batch, entropies)
         if ratio is not None and self.options.loss_type == "vespo":
