@@ -90,7 +90,10 @@ def _rejection(device: torch.device, kernel: str) -> str | None:
         return None
     from minivlmrl.kernels.verdicts import rejected_kernels  # imported here, because only a GPU needs the verdicts
 
-    reason = rejected_kernels(device.index, KERNELS).get(kernel)
+    try:
+        reason = rejected_kernels(device.index, KERNELS).get(kernel)
+    except OSError as error:
+        return f"Triton's cache folder cannot be used ({error}); set TRITON_CACHE_DIR to a folder on a local disk"
     return reason and (
         f"{kernel} {reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "
         "version of Triton may compile the kernel correctly"

@@ -6,6 +6,7 @@ A row has the columns `completion` and `label`, which is true for a good answer.
 for example --kto.beta=0.2.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,17 @@ class KTO(OfflineTrainer):
     @staticmethod
     def has_reference(options) -> bool:
         return True
+
+    @classmethod
+    def check(cls, config):
+        """Refuse micro-batches of one row, which have no answer of another row for the KL; TRL refuses them too."""
+        size = config.kto.micro_batch_size
+        num_rows = config.kto.prompts_per_step // int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1 or num_rows % size == 1:
+            raise ValueError(
+                f"kto: {num_rows} rows of a rank in micro-batches of {size} leave one with a single row, but the KL is "
+                "estimated with the answer of another row. Change kto.micro_batch_size or kto.prompts_per_step"
+            )
 
     def micro_batch(self, rows):
         prompts, answers = self.encode(rows)

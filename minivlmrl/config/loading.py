@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -257,7 +258,20 @@ def inference_yaml(config: RunConfig) -> str:
     for section, names in INFERENCE_OPTIONS.items():
         inference_options[section] = {name: values[section][name] for name in names}
     inference_options["sampling"] = values["sampling"]
+    if config.adapter.quantize:  # the weights below an adapter
+        inference_options["adapter"] = {"quantize": config.adapter.quantize}
     return yaml.safe_dump(inference_options, sort_keys=False)
+
+
+def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
+    """Return the value of adapter.quantize in the recipe or the minivlmrl.yaml of an adapter."""
+    return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
+
+
+def read_section(recipe: Path | None, name: str) -> dict:
+    values = parse_yaml(recipe.read_bytes()) if recipe is not None and recipe.is_file() else None
+    section = values.get(name) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _replace(values, path: list[str], value):

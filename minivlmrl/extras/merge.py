@@ -3,6 +3,7 @@
 import argparse
 import filecmp
 
+from minivlmrl.config.loading import trained_quantization
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.files import INFERENCE_CONFIG, unchanged
@@ -18,7 +19,7 @@ def main(arguments: list[str]):
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")
     add("--adapter", required=True, help="folder of a PEFT adapter or of a run")
     add("--out", required=True, help="folder for the merged model")
-    add("--quantize", choices=["nf4"], help="value of adapter.quantize in the adapter's run")
+    add("--quantize", choices=["nf4"], help="value of adapter.quantize in the adapter's run; defaults to its file")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
@@ -30,7 +31,7 @@ def main(arguments: list[str]):
         model = load_model(folder)
         processor = load_processor(folder)
         load_adapter(model, adapter)
-    if options.quantize:
+    if options.quantize or trained_quantization(adapter / INFERENCE_CONFIG):
         quantize_base(model)
     if (adapter / INFERENCE_CONFIG).is_file():
         processor.tokenizer.files[INFERENCE_CONFIG] = (adapter / INFERENCE_CONFIG).read_bytes()

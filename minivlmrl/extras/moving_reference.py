@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.reference import Reference, SwappedParameters
 
@@ -25,6 +27,17 @@ class MovingReference(Callback):
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.config = config.reference
 
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        if trainer.reference is None:
+            return
+        theirs, ours = parameters_of(trainer.reference)
+        if [weight.shape for weight in theirs] != [weight.shape for weight in ours]:
+            raise ValueError(
+                "reference.sync_ref_model moves each weight of the reference towards the policy's weight, but the "
+                "model of reference.path has other weights, for example because the policy has adapters. Leave out "
+                "reference.path or reference.sync_ref_model"
+            )
+
     @torch.no_grad()
     def after_step(self, trainer: Trainer, number: int):
         is_due = (number + 1) % self.config.ref_model_sync_steps == 0
@@ -33,10 +46,15 @@ class MovingReference(Callback):
                 theirs.lerp_(ours.to(theirs.dtype), self.config.ref_model_mixup_alpha)
 
 
+def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of the reference and those of the policy, in the same order."""
+    model = reference.model
+    policy = model.originals() if isinstance(model, SwappedParameters) else reference.policy.parameters()
+    return [*model.parameters()], [*policy]
+
+
 def weight_pairs(reference: Reference) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each weight of the reference that is a copy, with the policy's weight of the same name."""
-    model = reference.model
-    policy = model.originals() if isinstance(model, SwappedParameters) else list(reference.policy.parameters())
-    for theirs, ours in zip(model.parameters(), policy, strict=True):
+    for theirs, ours in zip(*parameters_of(reference), strict=True):
         if theirs is not ours:  # a frozen weight is shared
             yield theirs, ours

@@ -32,6 +32,7 @@ from minivlmrl.model.value_head import (
     load_value_model,
 )
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
+from minivlmrl.trainers.registry import find_trainer
 
 FOLDER = "reward_model"  # folder of the reward model, and name of the stage that trains it
 BATCH_SIZE = 16  # prompts in each forward pass that scores completions
@@ -194,7 +195,9 @@ def check_stage_order(config: RunConfig, stage: str):
         )
     if config.reward_model.path is not None:
         check_value_model_folder(config.reward_model.path)
-    elif FOLDER not in config.stage_names[: config.stage_names.index(stage)]:
+        return
+    earlier = config.stage_names[: config.stage_names.index(stage)]
+    if not any(issubclass(find_trainer(name, config), RewardTrainer) for name in earlier):
         raise ValueError(
             f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path "
             f"to the folder of a reward model, or add the stage reward_model before {stage}"

@@ -76,10 +76,13 @@ def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLang
 def check_value_model_folder(folder: str | Path):
     """Raise ValueError for a folder without a value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
-        raise ValueError(
-            f"{folder} does not contain {HEAD_FILE}, the head of a reward model. Train a reward "
-            "model, and use the checkpoint of that run."
+        near = [
+            inner for inner in (Path(folder) / "reward_model", Path(folder).parent / "reward_model") if inner.is_dir()
+        ]
+        advice = (
+            f"use {near[0]}" if near else "train one with the stage reward_model, and use RUN/reward_model of that run"
         )
+        raise ValueError(f"{folder} does not contain {HEAD_FILE}, the head of a reward model; {advice}")
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:

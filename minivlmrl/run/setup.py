@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl.config.loading import inference_yaml
+from minivlmrl.config.loading import inference_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import without_rows
 from minivlmrl.data.image_settings import RESIZE
@@ -125,9 +125,14 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
         init_adapters(model, config.seed)
     if config.adapter.path:
-        from minivlmrl.model.peft import load_adapter_weights
+        from minivlmrl.model.peft import find_adapter, load_adapter_weights
 
         load_adapter_weights(model, config.adapter.path)
+        quantize = trained_quantization(find_adapter(config.adapter.path) / INFERENCE_CONFIG)
+        if world.is_main and quantize and not config.adapter.quantize:
+            print(
+                f"{config.adapter.path} was trained on {quantize} weights; set adapter.quantize={quantize}", flush=True
+            )
     if section.save_dtype is not None:
         model.save_dtype = DTYPES[section.save_dtype]
     select_trained(model, section.freeze)

@@ -46,6 +46,7 @@ CASES = [
     ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
      [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
+    ("reference.sync_ref_model", True, [{}, KL], [KL | {"reference.ref_model_sync_steps": 100}]),
     *((f"reference.ref_model_{name}", value, [{}], [{"reference.sync_ref_model": True}])
       for name, value in {"mixup_alpha": 0.3, "sync_steps": 8}.items()),
     ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}], [{}]),

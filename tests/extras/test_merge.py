@@ -1,10 +1,15 @@
 """Test that weights that `merge` writes have the logits of the base model with its adapter."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from minivlmrl.__main__ import main
 from minivlmrl.extras import merge
+from minivlmrl.extras.answers.chat import inference_config
+from minivlmrl.extras.answers.evaluate import build_parser, evaluation_config
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from tests.helpers import tiny
@@ -26,6 +31,22 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     load_adapter(ours, tmp_path / "adapter")
     theirs = CLASSES[model_type].from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+
+
+def test_a_copied_adapter_says_that_its_base_was_quantized(tmp_path, checkpoint, own, run, plain, capsys):
+    options = [*own, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=0"]
+    trained = run(*options, "--adapter.quantize=nf4") / "checkpoint"
+    adapter = shutil.copytree(trained / "adapter", tmp_path / "copied")
+    for out, more in (("plain", []), ("told", ["--quantize=nf4"])):
+        given = {"model": checkpoint, "adapter": adapter, "out": tmp_path / out}
+        assert main(["merge", *(f"--{name}={folder}" for name, folder in given.items()), *more]) == 0
+        assert (tmp_path / out / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    arguments = build_parser("generate").parse_args([f"--model={adapter}", "--data=rows.jsonl", "--temperature=0"])
+    assert evaluation_config(arguments, [], with_rewards=False).adapter.quantize == "nf4"
+    assert inference_config(SimpleNamespace(model=adapter), []).adapter.quantize == "nf4"
+    capsys.readouterr()
+    run(*options, f"--adapter.path={adapter}", name="again")
+    assert f"{adapter} was trained on nf4 weights; set adapter.quantize=nf4" in capsys.readouterr().out
 
 
 def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path, checkpoint, own, run, plain, capsys):

@@ -52,6 +52,12 @@ def train(home, tmp_path, plain, lively):
     return train
 
 
+@pytest.mark.parametrize("options", [["--adapter.r=2"], ["--model.freeze=[vision]", "--adapter.r=2"]])
+def test_a_reference_with_other_weights_cannot_move(train, checkpoint, own, options):
+    with pytest.raises(ValueError, match=r"^reference.sync_ref_model moves .*the model of reference.path has other"):
+        train("run", *own[:2], *GRPO, f"--reference.path={checkpoint}", *options)
+
+
 def weights(folder):
     return load_file(folder / "checkpoint/model.safetensors")
 

@@ -115,18 +115,26 @@ def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
     assert all(sample.prompt.vision_embeds is None for sample in samples[0].samples)
 
 
-def test_the_reward_model_must_exist_before_its_stage(judge):
+def test_the_reward_model_must_exist_before_its_stage(judge, tmp_path):
     def run(stages, path=None):
         sampling = SimpleNamespace(environment=None)
-        return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path), sampling=sampling)
+        names = ["my_rm" if ":" in stage else stage for stage in stages]
+        return SimpleNamespace(
+            stages=stages, stage_names=names, reward_model=SimpleNamespace(path=path), sampling=sampling
+        )
 
     check_stage_order(run(["grpo"], judge), "grpo")
     check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
+    own = tmp_path / "own_rm.py"
+    own.write_text(
+        "from minivlmrl.extras.reward_model import RewardTrainer\n\n\nclass Own(RewardTrainer):\n    stage = 'my_rm'\n"
+    )
+    check_stage_order(run([f"{own}:Own", "grpo"]), "grpo")
     no_model = "the stage grpo uses the reward reward_model, but there is no reward model yet; set"
     for stages, path, sentence in (
         (["grpo"], None, no_model), (["grpo", "reward_model"], None, no_model),
         (["grpo"], "/gone", "/gone does not contain score"),
-        (["grpo"], judge.parent / "checkpoint", r"checkpoint does not contain score\.safetensors"),
+        (["grpo"], judge.parent / "checkpoint", r"checkpoint does not contain score.*; use .*/reward_model$"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             check_stage_order(run(stages, path), "grpo")

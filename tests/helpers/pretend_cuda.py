@@ -70,6 +70,15 @@ class Pretend(Tensor):
     # Python code sees cuda:0, and C++ code sees the meta device
     device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
 
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor):  # a reference of adapters exchanges the data of two parameters
+        Tensor.data.__set__(self, value)
+        self.inside = value.inside
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return PretendCuda.current.run(func, args, kwargs or {})

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
         assert len(started(tmp_path)) == len(list((tmp_path / "cache").glob("*.json"))) == number
 
 
+@pytest.mark.parametrize("fault", [("pathlib.Path.mkdir", "Read-only"), ("fcntl.flock", "Function not implemented")])
+def test_without_a_cache_folder_pytorch_computes(monkeypatch, fault):
+    place, error = fault
+    monkeypatch.setattr(place, Mock(side_effect=OSError(error)))
+    with pytest.warns(match=f"Triton's cache folder cannot be used .{error}.; set TRITON_CACHE_DIR"):
+        assert backend_for(OnGPU(), "decode_attention") == "torch"
+
+
 @pytest.mark.parametrize(("script", "reason"), [
     ("echo a note; echo $5 0.38; echo another note", r"has a relative error of 38\.0% on the GPU NVIDIA H100"),
     ("echo $5 nan", r"has a relative error of nan% on the GPU NVIDIA H100"),
@@ -96,6 +105,8 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
      r"failed its self-test on the GPU NVIDIA H100 \(AcceleratorError: illegal address\)"),
     ("echo 'line 1\nModuleNotFoundError: x' >&2; exit 1", r"failed its self-test .* \(ModuleNotFoundError: x\)"),
     ("kill -SEGV $$", r"failed its self-test on the GPU NVIDIA H100 \(exit status -11\)"),
+    ("echo 'CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA'; exit 1",
+     r"cannot be checked in its own process, because the GPU NVIDIA H100 is in exclusive mode, which `nvidia-smi .*"),
     ("exec sleep 60", r"failed its self-test on the GPU NVIDIA H100 \(no result after 1 s\)"),
 ])  # fmt: skip
 def test_a_kernel_that_is_wrong_crashes_or_hangs_is_replaced_with_one_warning(tmp_path, monkeypatch, script, reason):

@@ -11,6 +11,14 @@ from tests.helpers.runs import metrics, write_lines
 KTO = [f"--stages=[{ROOT}/recipes/kto.py:KTO]", "--kto.max_steps=20", "--kto.prompts_per_step=8"]
 
 
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (7, 1), (3, 2), (8, 8)])
+def test_a_micro_batch_of_one_row_is_refused(run, own, plain, monkeypatch, size, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    message = f"^kto: {8 // ranks} rows of a rank in micro-batches of {size} leave one with a single row, but the KL is"
+    with pytest.raises(ValueError, match=message):
+        run(*own, *KTO, f"--kto.micro_batch_size={size}")
+
+
 @pytest.mark.parametrize("size", [8, 4])
 def test_good_answers_become_more_likely_than_bad_ones(run, plain, own, rows, home, size):
     """While policy and reference are equal, each answer has the loss 0.5."""

@@ -1,6 +1,7 @@
 """Test on a simulated GPU (pretend_cuda.py) that no operation mixes devices, and count waits for the GPU."""
 
 import json
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -65,6 +66,17 @@ SMALL = [
     "--data.eval_rows=1", "--checkpoint_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
     "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1", "--sampling.max_new_tokens=3",
 ]  # fmt: skip
+
+
+def test_a_reference_of_adapters_stays_behind(tmp_path, lively):
+    """The reference exchanges the data of parameters; its KL is that of the CPU."""
+    write_recipe(tmp_path)
+    kl = []
+    for device in (CUDA, torch.device("cpu")):
+        with PretendCuda() if device == CUDA else nullcontext():
+            stage = Stage(tmp_path, "grpo", "--grpo.beta=0.1", "--adapter.r=2", world=World(device=device))
+            kl.append(stage.go(2)[1]["kl"])
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3) and kl[1] > 0
 
 
 def test_a_run_mixes_no_devices(run, plain, lively):

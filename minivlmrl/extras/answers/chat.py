@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.config.loading import as_overrides, load_config, read_section, trained_quantization
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
@@ -25,7 +25,7 @@ from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.errors import pluralize, truncate
-from minivlmrl.extras.answers.evaluate import find_recipe, read_section, trained_quantization
+from minivlmrl.extras.answers.evaluate import find_recipe
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.stop_strings import token_bytes

@@ -20,10 +20,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.config.loading import as_overrides, load_config, read_section, trained_quantization
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import parse_yaml
 from minivlmrl.config.types import Plain
@@ -156,17 +155,6 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
         print(
             f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}", file=sys.stderr
         )
-
-
-def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return the value of adapter.quantize in the recipe that trained an adapter."""
-    return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
-
-
-def read_section(recipe: Path | None, name: str) -> dict:
-    values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
-    section = values.get(name) if isinstance(values, dict) else None
-    return section if isinstance(section, dict) else {}
 
 
 def find_recipe(model: str | Path) -> Path | None:

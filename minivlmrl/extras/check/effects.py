@@ -151,9 +151,14 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
         yield options if is_evaluated else ["rewards", *options], "no stage samples completions"
     if trainers and not any(trainer.has_reference(getattr(config, name)) for name, trainer in trainers.items()):
         yield (
-            ["reference.path"],
+            ["reference.path", "reference.sync_ref_model"],
             "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only without "
             "reference_free",
+        )
+    if all(getattr(config, name).max_steps < config.reference.ref_model_sync_steps for name in trainers):
+        yield (
+            ["reference.sync_ref_model"],
+            "no stage has as many steps as reference.ref_model_sync_steps, so the reference never moves",
         )
     for options, reason, applies in RULES:
         if applies(config):
