@@ -52,7 +52,7 @@ def assert_split_invariant(
             "split or only without it"
         )
         errors = {name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()}
-        worst = max(errors, key=errors.get)
+        worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] <= tolerance, (
             f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "
             f"step by {errors[worst]:.1e} times the largest gradient"

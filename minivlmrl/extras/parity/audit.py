@@ -19,16 +19,16 @@ from minivlmrl.extras.parity.search import (
     STAGES,
     THROUGH_A_MODEL,
     TOLERANCE,
-    Cause,
+    Bug,
     all_gaps,
     computed,
     count_groups,
     error,
-    find_causes,
+    find_bugs,
     fits,
     gaps,
     names_of,
-    possible_causes,
+    possible_bugs,
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError, read
 
@@ -44,7 +44,7 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    explained: Sequence[Cause] = ()  # known bugs that explain the wrong numbers
+    explained: Sequence[Bug] = ()  # known bugs that explain the wrong numbers
     again: bool = False  # whether an earlier stage has reported the same bug
     groups: int = 0  # how many independent groups differ, see count_groups
     has_ended: bool = False  # whether the time limit has ended the search
@@ -87,24 +87,24 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
             if answer is None:
                 continue
             finding = Finding(name, error(answer), len(all_gaps(answer)))
-        except (ValueError, *DAMAGES) as cause:
+        except (ValueError, *DAMAGES) as bug:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
                 continue  # the model cannot run, because the images do not fit the token ids
             raise ValueError(
-                f"the stage {name!r} cannot be recomputed ({type(cause).__name__}: {cause}). "
+                f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
                 "Compare the types and shapes of its tensors and fields with docs/notes/step_format.md."
-            ) from cause
+            ) from bug
         findings.append(finding)
         if finding.ok:
             continue
         finding.where = where(answer)
         finding.groups = count_groups(name, answer, d)
-        look_for_causes(finding, d, differing, seconds)
+        look_for_bugs(finding, d, differing, seconds)
     return findings
 
 
-def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
+def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
     """Search for bugs that explain the wrong numbers of a stage, such as the loss."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
@@ -112,15 +112,15 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies must have the
         # same bug, because one forward pass computes both.
         both = {}
-        for cause in earlier.explained:
-            if names & cause.of.stage_names():
-                both |= {again.says: again for again in fits(finding.stage, d, cause)}
+        for bug in earlier.explained:
+            if names & bug.of.stage_names():
+                both |= {again.says: again for again in fits(finding.stage, d, bug)}
         if both or (of_one_forward and earlier.stage == "logps"):
             finding.explained = list(both.values())
-            earlier.explained = [cause for cause in earlier.explained if cause.says in both]
+            earlier.explained = [bug for bug in earlier.explained if bug.says in both]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
-        search = find_causes(finding.stage, d, seconds)
+        search = find_bugs(finding.stage, d, seconds)
         finding.explained, finding.has_ended = search.explained, search.has_ended
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # wrong token ids give a wrong mask
@@ -140,12 +140,12 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
     """Yield (topic, is_unseen) for each bug; is_unseen is True if the bug would change no number of the step."""
     answer = computed(name, d, {})
-    for cause in possible_causes(name, d):
-        shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
-        other_answer = computed(name, d, cause.change) if shows else None
+    for bug in possible_bugs(name, d):
+        shows = bug.of.about and not (bug.is_scoped or bug.is_fitted)
+        other_answer = computed(name, d, bug.change) if shows else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
-            yield cause.of.about, error(pairs) <= TOLERANCE
+            yield bug.of.about, error(pairs) <= TOLERANCE
 
 
 def where(answer: dict) -> list[str]:
@@ -158,9 +158,9 @@ def where(answer: dict) -> list[str]:
             continue
         wrong_counts.append(f"{name}: {int(is_wrong.sum())} of {is_wrong.numel()}")
         pairs = []
-        for place in is_wrong.nonzero()[:4].tolist():
-            index = tuple(place)
-            pairs.append(f"{place}: {shown(theirs[index])} instead of {shown(ours[index])}")
+        for region in is_wrong.nonzero()[:4].tolist():
+            index = tuple(region)
+            pairs.append(f"{region}: {shown(theirs[index])} instead of {shown(ours[index])}")
         lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
@@ -222,10 +222,10 @@ def finding_lines(finding: Finding) -> list[str]:
         lines.append(f"{'':12}no known cause explains the difference")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
     word = "explained by"
-    for cause in finding.explained[:SHOWN]:
-        lines.append(f"{'':12}{word}: {cause}")
+    for bug in finding.explained[:SHOWN]:
+        lines.append(f"{'':12}{word}: {bug}")
         word = "or"
-        about = [cause.of.source, f"effect: {cause.of.effect}", cause.of.who and f"a design of {cause.of.who}"]
+        about = [bug.of.source, f"effect: {bug.of.effect}", bug.of.used_by and f"a design of {bug.of.used_by}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     return lines
 
@@ -260,10 +260,10 @@ def as_json(findings: list[Finding], d: Dump) -> dict:
         stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}
         stage |= {"agrees": finding.ok, "error": finding.error if math.isfinite(finding.error) else None}
         stage |= {"explained": [], "doubts": finding.doubts()}
-        for cause in finding.explained:
-            names = ", ".join(name for name in cause.change if name not in ("inside", "c"))
+        for bug in finding.explained:
+            names = ", ".join(name for name in bug.change if name not in ("inside", "c"))
             stage["explained"].append(
-                {"error": cause.error, "kind": cause.kind, "causes": [{"name": names, "says": cause.says}]}
+                {"error": bug.error, "kind": bug.kind, "causes": [{"name": names, "says": bug.says}]}
             )
         stages.append(stage)
     return {

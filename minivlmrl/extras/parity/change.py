@@ -5,6 +5,7 @@ For example, a bug may halve the rewards, or give each completion the advantage 
 
 from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from torch.nn.functional import pad
 
@@ -19,7 +20,7 @@ class Values:
         self.step = step
         self._place = place
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if hasattr(self._place, name):
             return getattr(self._place, name)
         return self.step[name] if name in self.step else getattr(self.step, name)
@@ -32,7 +33,7 @@ class Change(dict):
         super().__init__(values)
         self.d = d
 
-    def __call__(self, name: str, x, place=None, **values):
+    def __call__(self, name: str, x: Any, place=None, **values) -> Any:
         """Return a quantity as a trainer with the bug computes it; `x` is the correct value.
 
         A replacement is one of:
@@ -77,7 +78,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
     return new_items, new_flags
 
 
-def composed(first: dict, then: dict) -> dict | None:
+def composed(first: Any, then: Any) -> Any:
     """Combine two bugs into one; return None if they contradict each other, as two fixed values of beta do."""
     if not first or not then:
         return first or then

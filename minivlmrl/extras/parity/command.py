@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seconds",
         type=float,
         help=f"limit of the search, in CPU seconds for a step (default: {SECONDS:g}), and in trials of about so many "
-        "seconds for a loss (default: 10)",
+        "seconds for a loss (default: the whole search)",
     )
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):

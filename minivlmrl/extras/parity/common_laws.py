@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.extras.parity.examined import Examined, Finding, Law, described, numbers, rows_of
+from minivlmrl.extras.parity.examined import Examined, Finding, Law, contrast, described, numbers, rows_of
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
@@ -91,9 +91,10 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         parts = torch.cat([loss.gradient(row, **options, **step) for row in rows])
         if not (loss.differ(parts, whole) and loss.differ(parts / B, whole)):
             continue
+        shown, of_parts = contrast(whole, parts / B)
         says = (
-            f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; the gradient is "
-            f"{numbers(whole)}, but the mean over micro-batches of one row is {numbers(parts / B)}"
+            f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; the gradient is {shown}, "
+            f"but the mean over micro-batches of one row is {of_parts}"
         )
         # Some trainers weigh micro-batches by their tokens later. TRL's DAPO divides by the tokens of the whole step.
         alone = torch.cat([loss.gradient(row, **options) for row in rows])
@@ -107,8 +108,8 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
 
 def change(loss: Examined, value: Tensor, other_value: Tensor) -> str:
     if loss.differ(other_value, value):
-        return f"the loss is {numbers(other_value)} instead of {numbers(value)}"
-    return "the gradient changes"
+        return "the loss is {} instead of {}".format(*contrast(other_value, value))
+    return "the gradient changes, but not the loss"
 
 
 COMMON_LAWS: tuple[Law, ...] = (

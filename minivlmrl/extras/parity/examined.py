@@ -143,8 +143,18 @@ def described(batch: dict[str, Tensor], options: dict | None = None) -> str:
     return ", ".join(parts)
 
 
-def numbers(x: Tensor) -> str:
-    """Return a tensor as text with three digits: "[[1, 0.25]]"."""
+def numbers(x: Tensor, digits: int = 3) -> str:
+    """Return a tensor as text: "[[1, 0.25]]"."""
     if x.dim() == 0:
-        return f"{x.item() + 0.0:.3g}"  # 0 instead of -0
-    return f"[{', '.join(numbers(row) for row in x)}]"
+        return f"{x.item() + 0.0:.{digits}g}"  # 0 instead of -0
+    return f"[{', '.join(numbers(row, digits) for row in x)}]"
+
+
+def contrast(wrong: Tensor, right: Tensor) -> list[str]:
+    """Return two tensors as texts with as many digits as show that they differ, at least three."""
+    texts = []
+    for digits in range(3, 16):
+        texts = [numbers(x, digits) for x in (wrong, right)]
+        if texts[0] != texts[1]:
+            break
+    return texts

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
 
@@ -51,19 +52,14 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
-def first(x: Tensor, k: int = 1) -> Tensor:
-    """Keep the first k of consecutive True values in a mask (..., S).
-
-    Example: [0, 1, 1, 0, 1] with k = 1 gives [0, 1, 0, 0, 1].
-    """
-    count = x.cumsum(-1)
-    earlier_runs = (count * ~x).cummax(-1).values
-    return x & (count - earlier_runs <= k)
+def first(x: Tensor) -> Tensor:
+    """Keep the first of consecutive True values in a mask (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
+    return x & ~pad(x, (1, -1))
 
 
-def last(x: Tensor, k: int = 1) -> Tensor:
-    """Keep the last k of consecutive True values: [0, 1, 1, 0, 1] with k = 1 gives [0, 0, 1, 0, 1]."""
-    return first(x.flip(1), k).flip(1)
+def last(x: Tensor) -> Tensor:
+    """Keep the last of consecutive True values: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
+    return x & ~pad(x, (-1, 1))
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:

@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from minivlmrl.errors import optional_dependency
-from minivlmrl.extras.parity.calling import call, converted
+from minivlmrl.extras.parity.calling import Arguments, call, converted
 
 INSTALL = "--framework={0} needs the package {0}"
 
@@ -41,16 +41,39 @@ class LossWithGradient(torch.autograd.Function):
 
 
 def from_jax(my_loss: Callable) -> Callable:
+    """Call a JAX loss, compiled once for each set of options and shapes; most of the time goes into compiling."""
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
+    functions = {}  # {options: (function, names that the loss reads)}
+    jit = jax.jit
+
+    def function_of(options: dict) -> tuple[Callable, set[str]]:
+        read = set()
+
+        def value(logps, arrays):
+            return call(my_loss, Arguments(arrays | {"per_token_logps": logps}, read), Arguments(options, read))
+
+        return jit(jax.value_and_grad(value)), read
+
     def loss(batch, options):
+        nonlocal jit
         logps = batch["per_token_logps"]
+        values = dict(dict.items(options))
         # JAX computes in float32 by default, which is less accurate than the recorded numbers.
         with jax.enable_x64(True):
-            arrays = converted(batch, lambda x: jax.numpy.asarray(x.detach().numpy()))
-            function = jax.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
-            value, gradient = function(arrays["per_token_logps"])
+            arrays = {name: jax.numpy.asarray(x.detach().numpy()) for name, x in dict.items(batch)}
+            try:
+                function, read = functions.setdefault(str(values), function_of(values))
+                value, gradient = function(arrays["per_token_logps"], arrays)
+            except (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError):
+                if jit is not jax.jit:
+                    raise
+                # A loss that decides by numbers, as in `if mask.sum() > 3`, cannot be compiled.
+                jit = lambda function: function  # noqa: E731
+                functions.clear()
+                return loss(batch, options)
+        getattr(options, "read", set()).update(read)
         return LossWithGradient.apply(logps, value, gradient)
 
     return loss

@@ -17,16 +17,19 @@ from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss_search import case_of, examples, find_names
+from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
+CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # name of the progress bar
+SECONDS = 300.0  # limit of the search, which needs 4 to 13 seconds for most losses
 SHOWN = 4  # differing cases that are printed
 CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 
 
 def check(
-    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, framework: str = "torch", **only
+    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
 ) -> int:
     """Compare a loss with values and gradients recorded from TRL, and return the number of test cases.
 
@@ -54,8 +57,8 @@ def check(
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger; a loss that computes in float32 needs 1e-5.
         kind: loss kind: grpo, dpo or sft.
-        seconds: about the time after which the search for a name ends. Trials are counted, so that the same loss has
-            the same verdict on each machine.
+        seconds: about the time after which the search for a name ends; the default ends no search of known mistakes.
+            Trials are counted, so that the same loss has the same verdict on each machine.
         framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays of its framework.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
@@ -103,13 +106,13 @@ class Verdict:
 
 
 def judge(
-    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 10.0, framework: str = "torch", **only
+    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
 ) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name the mistakes that explain the differences."""
     my_loss = as_torch(my_loss, framework)
     results = []  # (case, options, comparison)
     steps = []
-    for case, options, batch, value, slope in cases(kind=kind, **only):
+    for case, options, batch, value, slope in with_bar(CASES[framework == "jax"], [*cases(kind=kind, **only)]):
         result = compare(my_loss, options, batch, value, slope)
         results.append((case, options, result))
         steps.append(case_of(my_loss, batch, options, tolerance))

@@ -1,16 +1,18 @@
 """Search for known mistakes that explain how a user's loss function differs from TRL's."""
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from functools import reduce
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.audit import where
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.change import composed
-from minivlmrl.extras.parity.search import Cause, Search, by_kind, computed, count_wrong, error, possible_causes
+from minivlmrl.extras.parity.search import Bug, Search, by_kind, computed, count_wrong, error, possible_bugs
 from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
 from minivlmrl.extras.parity.step_format import options_of
 
@@ -67,6 +69,19 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
     return d
 
 
+def without_value(step: Dump) -> Dump:
+    """Return a case in which only the gradient counts, because the logged value does not train."""
+    d = copy(step)
+    del d["loss"]
+    d.usual_answers = {}
+    d.simpler = lambda: map(without_value, step.simpler())
+    return d
+
+
+def is_finite(step: Dump) -> bool:
+    return bool(step.get("loss", step["logps_gradient"]).isfinite().all())
+
+
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
     """Yield variants of a loss's test case that show only some of its bugs, the simplest first.
 
@@ -81,6 +96,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield first_step, without_kl  # wrong advantages
         yield batch, without_kl  # wrong ratios or clips
         yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # a wrong KL
+        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # a count of columns
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
@@ -92,7 +108,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield pair, options  # a wrong sum over tokens
 
 
-def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
+def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
     """Find a few bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
     Returns one list for each bug: the bug itself, then other bugs that give the same loss.
@@ -105,7 +121,7 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
         step.trials = trials
     try:
         # A completion without tokens makes some losses NaN. This is one bug, and must not hide the others.
-        finite = [step for step in steps if step["loss"].isfinite().all()]
+        finite = [step for step in steps if is_finite(step)]
         if 0 < len(finite) < len(steps):
             return parts_with_nan(steps, finite)
         return parts_of(steps)
@@ -114,29 +130,29 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
             step.trials = Trials()
 
 
-def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Cause]]:
+def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Bug]]:
     """Find the bugs that explain the cases with finite losses, and one that makes the other losses NaN."""
     largest = max(steps, key=lambda step: len(step.all_rows))
-    makers = [cause for cause in possible_causes("loss", largest) if cause.of.effect == MAKES_NAN]
-    for cause in makers:  # this bug alone may explain all cases
-        if all(explains(step, cause.change) for step in steps):
-            return [[cause]]
+    makers = [bug for bug in possible_bugs("loss", largest) if bug.of.effect == MAKES_NAN]
+    for bug in makers:  # this bug alone may explain all cases
+        if all(explains(step, bug.change) for step in steps):
+            return [[bug]]
     parts = [] if all(explains(step, {}) for step in finite) else parts_of(finite)
     found = reduce(composed, (part[0].change for part in parts), {})
-    for cause in makers:
-        change = composed(found, cause.change)
+    for bug in makers:
+        change = composed(found, bug.change)
         if change and all(explains(step, change) for step in steps):
-            return [*parts, [cause]]
+            return [*parts, [bug]]
     return parts_of(steps)
 
 
-def parts_of(steps: list[Dump]) -> list[list[Cause]]:
+def parts_of(steps: list[Dump]) -> list[list[Bug]]:
     """Search some cases, and add further cases while the result does not explain all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
     variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
-    variants = [step for step in variants if step["loss"].isfinite().all()]
+    variants = [step for step in variants if is_finite(step)]
     for step in variants:
         step.trials = steps[0].trials
     while True:
@@ -166,12 +182,12 @@ class Combination:
         self.num_variants = len(variants)
         # The list of bugs is made for the test case with the most rows. With only two rows, "the next row" and "the
         # previous row" would be the same bug.
-        self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
+        self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
         self.agrees = self.agreements({})
 
-    def run(self) -> list[list[Cause]]:
+    def run(self) -> list[list[Bug]]:
         while not self.are_explained(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -179,12 +195,12 @@ class Combination:
             self.parts.append(part)
             self.deviation = composed(self.deviation, part[0].change)
             self.agrees = self.agreements(self.deviation)
-        return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
+        return [[bug for bug in part if self.replaces(bug, part)] for part in self.parts]
 
-    def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        chosen = [cause.change if each is part else each[0].change for each in self.parts]
+    def replaces(self, bug: Bug, part: list[Bug]) -> bool:
+        chosen = [bug.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
-        return cause is part[0] or self.are_explained(self.agreements(change))
+        return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
         """Return whether the loss agrees in all test cases; variants do not count, since some losses fail there."""
@@ -193,7 +209,7 @@ class Combination:
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
-    def next_part(self) -> list[Cause]:
+    def next_part(self) -> list[Bug]:
         """Return the bugs that explain the user's loss in the largest number of test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
@@ -202,54 +218,60 @@ class Combination:
         left.sort(key=lambda search: count_wrong(search.base))
         fewest, most = left[0], left[-1]  # the cases with the fewest and the most differing numbers
         chosen = dict.fromkeys((simplest, most, fewest))
-        plain, limited, fitted = self.causes
+        plain, scoped, fitted = self.bugs
 
-        def plain_causes(searches: Iterable[Search]) -> Iterator[Iterable[Cause]]:
+        def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
         # Fitting a number, such as a clip bound, is slow, so it comes late, and uses few cases.
         phases = (
-            plain_causes(chosen),
+            plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
-            [most.tried(limited)],
+            [most.tried(scoped)],
             # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
-            plain_causes(search for search in left if search not in chosen),
+            plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
-    def best_of(self, tables: Iterable[Iterable[Cause]]) -> list[Cause]:
+    def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
         """Return the bugs that explain most further test cases; stop at a table with a bug that explains all cases."""
         counts = {}  # {description: (number of test cases that the bug explains, bug)}
-        for causes in tables:
-            for cause in causes:
-                now = self.agreements(composed(self.deviation, cause.change))
+        for bugs in tables:
+            for bug in bugs:
+                now = self.agreements(composed(self.deviation, bug.change))
                 if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
-                    counts.setdefault(cause.says, (sum(now), cause))
+                    counts.setdefault(bug.says, (sum(now), bug))
             if any(count == len(self.steps) for count, _ in counts.values()):
                 break
         most = max((count for count, _ in counts.values()), default=0)
-        return sorted((cause for count, cause in counts.values() if count == most), key=simplicity)
+        return sorted((bug for count, bug in counts.values() if count == most), key=simplicity)
 
 
-def simplicity(cause: Cause) -> tuple:
+def simplicity(bug: Bug) -> tuple:
     """Sort bugs that explain the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
-    return "factor" not in cause.change, len(f"{cause.change.get('c', 0):g}"), "left out" not in cause.says
+    return "factor" not in bug.change, len(f"{bug.change.get('c', 0):g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Return the kind of each bug that was found, "mistake" or "design", and the lines to print."""
     parts, says = [], "no name reproduces the loss in all cases: no known mistake or design does"
+    of_value = []
     try:
         parts = find_parts(steps, seconds)
+        if not parts and (parts := find_parts([without_value(step) for step in steps], seconds)):
+            of_value = ["design: the remaining differences are in the value, which does not train"]
     except SearchEndedError:
-        says = "unfinished: the search ended before all causes were tried; --seconds=60 tries more"
+        says = (
+            f"unfinished: the search ended before all causes were tried; a larger --seconds than {seconds:g} tries more"
+        )
     lines = []
     for first, *others in parts:
         lines.append(f"{first.kind}: {first.says}")
         lines += [f"  or: {other.says}" for other in others[: TIED - 1]]
         lines.append(f"  effect: {first.of.effect}")
-        lines += [f"  done by: {first.of.who}"] * (first.kind == "design")
-    return [part[0].kind for part in parts], lines or [says]
+        lines += [f"  done by: {first.of.used_by}"] * (first.kind == "design")
+    kinds = [part[0].kind for part in parts] + ["design"] * len(of_value)
+    return kinds, [*lines, *of_value] or [says]
 
 
 def examples(steps: list[Dump]) -> list[str]:

@@ -4,7 +4,7 @@ The code of models is imported late, because it needs Pillow and tokenizers, and
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
 from minivlmrl.extras.parity.change import Change
-from minivlmrl.extras.parity.formulas import clipped, first
+from minivlmrl.extras.parity.formulas import clipped
 from minivlmrl.extras.parity.stages import Answer, beside, shown
 from minivlmrl.extras.parity.step import Dump
 
@@ -26,7 +26,7 @@ HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an 
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
-def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
+def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
     """Load a model from a folder, and compute log-probabilities and entropies for the given row indices `part`.
 
     Returns:
@@ -89,13 +89,10 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
-    num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
     images, flat, index = images
-    images = images[:num_given] + change("tool pictures", images[num_given:])
-    images = change("pictures", images, num_given=num_given, flat=flat, index=index)
-    numbers = torch.arange(len(images))
-    is_blind = change("blind", numbers < 0, numbers=numbers, num_given=num_given)
-    grids = change("grids", torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3))
+    images = change("pictures", images, flat=flat, index=index)
+    is_blind = change("blind", torch.zeros(len(images), dtype=torch.bool))
+    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
@@ -198,7 +195,6 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
-        total = change("gradients so far", total)
     return total
 
 
@@ -208,7 +204,7 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
         part = d.micro_batches[number]
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
-        passes = [(d.forward, both)]
+        passes: list[Any] = [(d.forward, both)]
         # If log-probabilities and entropies have different bugs, each needs its own forward pass.
         if d.entropy_forward != d.forward:
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
@@ -232,12 +228,11 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
-    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm, norm=norm)
+    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.has("grad_norm") and not d.about.get("some"):
-        logged = change("norm", norm, norm_after=get_total_norm(ours.values()).item())
-        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([logged]), 10 * norm + 1e-30
+        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([norm]), 10 * norm + 1e-30
     return answer
 
 
@@ -272,19 +267,15 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
-    first_step = change("step", options["step"])
+    step = change("step", options["step"])
     is_coupled = change("coupled", False)  # in Adam with L2 regularization, the decay is part of the gradient
-    m, v = state
-    for step in range(first_step, first_step + change("times", 1)):
-        slope = change("slope", gradient + decay * weight * is_coupled)
-        m = change("moment", m.lerp(slope, 1 - beta1))
-        v = change("moment", v.lerp(slope.square(), 1 - beta2))
-        correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
-        variance = v / correction2
-        root = change("root", variance.sqrt() + eps, variance=variance, eps=eps, correction=correction2)
-        move = change("move", m / correction1 / root, slope=slope)
-        weight = weight * (1 - rate * decay * (not is_coupled)) - rate * move
-    return weight
+    slope = gradient + decay * weight * is_coupled
+    m = state[0].lerp(slope, 1 - beta1)
+    v = state[1].lerp(slope.square(), 1 - beta2)
+    correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
+    variance = v / correction2
+    root = change("root", variance.sqrt() + eps, variance=variance, eps=eps, correction=correction2)
+    return weight * (1 - rate * decay * (not is_coupled)) - rate * m / correction1 / root
 
 
 def schedule(d: Dump, change: Change) -> Answer:
@@ -306,9 +297,9 @@ def rate_at(step: int, options: dict, change: Change) -> float:
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
-    max_steps = change("max_steps", options["max_steps"])
+    max_steps = options["max_steps"]
     progress = (t - warmup) / max(1, max_steps - warmup)
     done_share = min(1.0, change("progress", progress, t=t, max_steps=max_steps))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
-    return options["learning_rate"] * change("rate", rate_share)
+    return options["learning_rate"] * rate_share

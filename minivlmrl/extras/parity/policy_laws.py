@@ -20,6 +20,7 @@ from minivlmrl.extras.parity.examined import (
     Examined,
     Finding,
     Law,
+    contrast,
     described,
     numbers,
     random_batch,
@@ -123,8 +124,8 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
         if loss.differ(before[:-1], after[:-1]):
             yield Finding(
                 f"the advantage of a row changes the gradient of another row. Smallest batch: {described(batch)}; if "
-                f"the last advantage is {advantages[-1]:.3g}, the gradient of the first row is {numbers(after[0])} "
-                f"instead of {numbers(before[0])}"
+                f"the last advantage is {advantages[-1]:.3g}, the gradient of the first rows is "
+                "{} instead of {}".format(*contrast(after[:-1], before[:-1]))
             )
             return
 
@@ -201,7 +202,8 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
     raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage == 1)
-    smallest, largest = raised[0][1], raised[-1][1]
+    trained = [weight for _, weight, _ in raised if weight] or [0.0]
+    smallest, largest = min(trained), max(trained)
     stopped = [token.ratio for token in tokens if token.advantage == -1 and token.weight == 0]
     cap = edge(loss, -1.0, min((ratio for ratio in stopped if ratio > 1.05 * high), default=math.inf))
     one_bound = (
@@ -285,7 +287,9 @@ def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
     for token in wrong:
         sign = "> 0" if token.advantage > 0 else "< 0"
         expected = right.expected(token.ratio, token.advantage)
-        if token.weight == 0:
+        if token.weight == 0 and "cispo" in right.loss_types:
+            says = "a token outside of the bounds has no gradient, but CISPO keeps every token's gradient"
+        elif token.weight == 0:
             says = f"A {sign}: a token has no gradient where the loss must act"
         elif expected == 0:
             stops = "the clip must stop it" if right.loss_types == CLIPPED else "it must have none"
@@ -335,9 +339,10 @@ def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
         fitting = [level for level, x in expected.items() if not loss.differ(slope, x)]
         if not fitting:
             level = right if right in expected else left[0]
+            wrong_slope, right_slope = contrast(slope, expected[level])
             yield Finding(
-                f"a token has a wrong ratio. Smallest batch: {described(batch)}; the gradient is {numbers(slope)}, but "
-                f"if {OF_A_LEVEL[level]}, it is {numbers(expected[level])}"
+                f"a token has a wrong ratio. Smallest batch: {described(batch)}; the gradient is {wrong_slope}, but if "
+                f"{OF_A_LEVEL[level]}, it is {right_slope}"
             )
             return
         left = fitting
@@ -394,7 +399,7 @@ def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
         [right] = [average for average in AVERAGES if asked in average.loss_types]
         yield Finding(
             f"{says}, but loss_type is {asked}. Smallest batch: mask {numbers(batch['mask'])}; the weights are "
-            f"{numbers(weights)} instead of {numbers(right.weights(batch['mask'], length))}"
+            "{} instead of {}".format(*contrast(weights, right.weights(batch["mask"], length)))
         )
 
 
@@ -447,8 +452,6 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
     """The KL's gradient does not depend on the advantage, and the clip does not stop it."""
-    if not has_kl(loss):
-        return
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):
@@ -464,8 +467,6 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     """Over a whole vocabulary, the KL has the expectation KL(policy || reference), or the gradient of it."""
-    if not has_kl(loss):
-        return
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -513,8 +514,6 @@ def kl_and_gradient(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
     """The tokens have the same weights in the KL's average as in that of the policy term."""
-    if not has_kl(loss):
-        return
     _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
     for mask in MASKS:
         batch = random_batch("grpo", mask)
@@ -522,9 +521,10 @@ def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Findin
         weights = token_weights(loss, batch)
         kl_weights = (weights - token_weights(loss, batch, beta=1.0)) / unit
         if loss.differ(kl_weights, weights):
+            of_kl, of_policy = contrast(kl_weights, weights)
             yield Finding(
                 f"the KL has another average than the policy term. Smallest batch: mask {numbers(batch['mask'])}; the "
-                f"tokens have the weights {numbers(kl_weights)} in the KL, and {numbers(weights)} in the policy term",
+                f"tokens have the weights {of_kl} in the KL, and {of_policy} in the policy term",
                 "note",
             )
             return
@@ -546,12 +546,13 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# Laws that say nothing new if one of these earlier laws is broken.
+# Laws that say nothing new if one of these earlier laws is broken, or cannot be tested.
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,
     ratios_belong_to_their_tokens: ADVANTAGE_ACTS | MASK_ACTS,
     the_average_is_that_of_the_loss_type: ADVANTAGE_ACTS | MASK_ACTS,
+    the_kl_acts_apart_from_the_advantage: {the_reference_acts_through_beta},
     the_kl_is_that_of_policy_and_reference: {the_reference_acts_through_beta},
     the_kl_has_the_average_of_the_policy_term: ADVANTAGE_ACTS | MASK_ACTS | {the_reference_acts_through_beta},
     micro_batches_add_up: ADVANTAGE_ACTS | MASK_ACTS,

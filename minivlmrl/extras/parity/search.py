@@ -10,14 +10,13 @@ The search recomputes the numbers with one known bug at a time, and compares the
 """
 
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import permutations, product
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from torch import Tensor
 from minivlmrl.extras.parity import model_stages, stages
 from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
+from minivlmrl.extras.parity.progress import with_bar
+from minivlmrl.extras.parity.scales import counts, factors, known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # largest relative error that counts as rounding; float32 rounds one number to about 1e-7
@@ -60,19 +61,16 @@ NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # number of bugs, those with the smallest errors, whose number is fitted to all digits
 CASE_REFINED = 4  # in test cases of a loss
-LIKELY_CAUSES = 8  # number of bugs that are paired with other bugs, those with the smallest errors
-PAIRED = 400  # number of bugs with which each likely bug is paired
-MODEL_CAUSES = 24  # in stages that need a forward pass for each bug
 PAIRED_NUMBERS = 12  # with fewer wrong numbers, some pair of bugs would fit by chance
 
 
 @dataclass(eq=False)
-class Cause:
+class Bug:
     """A known bug that may explain why a trainer's numbers differ from the recomputed numbers."""
 
     says: str
     change: dict  # {quantity: replacement}, see Change
-    of: table.Quantity  # the quantity's stages, effect and source
+    of: table.Target  # the quantity's stages, effect and source
     error: float = 0.0  # error that remains if the stage is recomputed with this bug
     parts: int = 1  # number of single bugs that this bug combines
     is_guess: bool = False  # whether a fitted number equals no count or option of the step
@@ -82,10 +80,10 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        return "design" if self.of.who and abs(self.change.get("c", math.inf)) >= self.of.least else "mistake"
+        return "design" if self.of.used_by and abs(self.change.get("c", math.inf)) >= self.of.threshold else "mistake"
 
     @property
-    def is_limited(self) -> bool:
+    def is_scoped(self) -> bool:
         """True for a bug in only some rows, tokens or parameters, and for a wrong order of rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
@@ -97,31 +95,32 @@ class Cause:
     @property
     def is_general(self) -> bool:
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
-        return not self.of.who and (self.is_limited or is_formula)
+        return not self.of.used_by and (self.is_scoped or is_formula)
 
     @property
     def has_unlikely_number(self) -> bool:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
-    def may_be_inside(self, quantity: str) -> bool:
+    def may_be_inside(self, target: str) -> bool:
         """Return True if the bug can be limited to one computation, such as the baseline of the advantages."""
         # A wrong order of rows in only the baseline would fit too often by chance.
-        may_be = "mask" in self.change or not self.is_limited
-        return may_be and quantity in (*self.change, "") and not self.is_fitted
+        may_be = "mask" in self.change or not self.is_scoped
+        return may_be and target in (*self.change, "") and not self.is_fitted
 
-    def inside(self, use: str) -> "Cause":
+    def inside(self, use: str) -> "Bug":
         """Limit the bug to one computation, as in "a reward is halved, only in the baseline"."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
-    def with_number(self, number: float, source: str = "") -> "Cause":
+    def with_number(self, number: float, source: str = "") -> "Bug":
         """Put the number into the text of the bug, for example "all values are 8 times as large: the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
 
-FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_number}, table.FACTOR)
-OWN_LENGTH = replace(FACTOR, of=table.OWN_LENGTH)
+RATE = table.TARGETS["factor: the effective learning rate changes"]
+FACTOR = Bug("all values are {c} times as large", {"factor": table.fitted_number}, RATE)
+OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a constant length"))
 
 
 def names_of(name: str, d: Dump) -> set[str]:
@@ -129,31 +128,34 @@ def names_of(name: str, d: Dump) -> set[str]:
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
-def possible_causes(name: str, d: Dump) -> list[Cause]:
+def possible_bugs(name: str, d: Dump) -> list[Bug]:
     """List the known bugs of a stage, such as the loss, without bugs whose tensors the step lacks."""
     names = names_of(name, d)
     result = []
-    for quantity, causes in table.QUANTITIES.items():
-        could_be = not quantity.read or d.reads(quantity.read)
-        if names & quantity.stage_names() and quantity.needs in d and could_be:
-            if quantity.unread and d.reads(quantity.unread):
-                quantity = replace(quantity, who="")
-            for says, change in causes.items():
-                change = change if isinstance(change, dict) else {quantity.name: change}
+    for key, bugs in table.BUGS.items():
+        target = table.TARGETS[key]
+        could_be = not target.read or d.reads(target.read)
+        if target.about.startswith("clipping") and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
+            continue  # losses without a clip
+        if names & target.stage_names() and target.needs in d and could_be:
+            if target.unread and d.reads(target.unread):
+                target = replace(target, used_by="")
+            for says, change in bugs.items():
+                change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
-                    result.append(Cause(text, pieces, quantity))
+                    result.append(Bug(text, pieces, target))
     # The search tries a wrong clip bound, which only one loss can have, before a wrong sign, which all can have.
-    result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
-    for of_stages, uses, quantity in table.SCOPES:
+    result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
+    for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
-            alone = [cause for cause in result if cause.may_be_inside(quantity)]
-            result += [cause.inside(use) for use in uses for cause in alone]
+            alone = [bug for bug in result if bug.may_be_inside(target)]
+            result += [bug.inside(use) for use in uses for bug in alone]
     return result
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
     """Limit a bug to each part of a model or of a step, for example to the gradient of the vision tower."""
-    pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
+    pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
     for name in pieces:
@@ -165,7 +167,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
-def computed(name: str, d: Dump, change: dict | None) -> dict | None:
+def computed(name: str, d: Dump, change: dict | None) -> Any:
     """Recompute a stage, such as the loss. `change` is the bug to simulate, or {} for none.
 
     Returns None if the computation fails with this bug. Raises SearchEndedError after a search's deadline.
@@ -196,7 +198,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     return answer
 
 
-def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
+def gaps(theirs: Tensor, ours: Tensor | float, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
@@ -242,14 +244,14 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
     return max(counts)
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
     says: str  # name of the rows or parameters; "" means all
     inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
-    def of(self, answer: dict | None) -> dict | None:
+    def of(self, answer: dict | None) -> Any:
         """Ignore errors elsewhere by replacing the trainer's numbers there with the recomputed ones."""
         if answer is None:
             return None
@@ -260,21 +262,22 @@ class Place(NamedTuple):
         return distance(self.of(answer))[0]
 
 
-def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
+def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     """List the whole step, and each part that contains all wrong numbers, such as the truncated completions."""
-    places = [Place("", {key: torch.tensor(True) for key in answer})]
-    row_sets = d.rollout_sets if name == "advantages" else d.row_sets
-    for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
+    regions = [Region("", {key: torch.tensor(True) for key in answer})]
+    row_sets = {} if name == "advantages" else d.row_sets  # a rollout has other rows than a step
+    sets: dict[str, Any] = d.parts if name in BY_PARAMETER else row_sets
+    for says, chosen in sets.items():
         if name in BY_PARAMETER:
             inside = {key: torch.tensor(bool(chosen(key))) for key in answer}
         else:
             by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(chosen)}
             inside = {key: chosen.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}
-        place = Place(says, inside, chosen)
-        outside = Place("", {key: ~mask for key, mask in inside.items()})
-        if error(place.of(answer)) > TOLERANCE >= error(outside.of(answer)):
-            places.append(place)
-    return places
+        region = Region(says, inside, chosen)
+        outside = Region("", {key: ~mask for key, mask in inside.items()})
+        if error(region.of(answer)) > TOLERANCE >= error(outside.of(answer)):
+            regions.append(region)
+    return regions
 
 
 class Search:
@@ -293,140 +296,136 @@ class Search:
         self.explained = []  # bugs found so far, which are kept if the time is over
         self.has_ended = False  # whether the time limit has ended the search
         self.base = self.answer({})
-        self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
-        self.places = find_places(name, self.base, d)
-        self.by_distance = {distance(self.base): None}
+        self.sources = {} if d.case_tolerance else known_numbers(d, self.name)
+        self.regions = find_regions(name, self.base, d)
+        self.by_distance: dict[tuple[float, float], Any] = {distance(self.base): None}
 
-    def answer(self, change: dict) -> dict | None:
+    def answer(self, change: dict) -> Any:
         return computed(self.name, self.d, composed(self.deviation, change))
 
-    def run(self, causes: list[Cause]):
+    def run(self, bugs: list[Bug]):
         factors = self.factors()
         # Bugs that need no new forward pass, such as rounded log-probabilities, come first.
-        causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
-        plain, limited, fitted = by_kind(causes)
+        bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
+        plain, scoped, fitted = by_kind(bugs)
         try:
-            for phase, some in ((self.tried, plain), (self.tried, limited), (self.fitted, fitted)):
-                if not any(cause.parts == 1 for cause in self.explained):
-                    for cause in phase(some):
-                        self.explained.append(cause)
+            for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
+                if not any(bug.parts == 1 for bug in self.explained):
+                    for bug in phase(some):
+                        self.explained.append(bug)
         finally:
             self.explained += factors  # last, because a factor says less than other bugs
-        if not self.explained and (self.name in LOGPS or count_wrong(self.base) >= PAIRED_NUMBERS):
-            for cause in self.tried(self.pairs()):
-                self.explained.append(cause)
+        if not self.explained and count_wrong(self.base) >= PAIRED_NUMBERS:
+            for bug in self.tried(self.pairs()):
+                self.explained.append(bug)
 
-    def pairs(self) -> list[Cause]:
-        """Return pairs of bugs. Only bugs that alone leave small errors are paired."""
-        count = MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
-        near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
+    def pairs(self) -> list[Bug]:
+        """Combine each design that some projects choose with another bug, as trainers have both."""
+        near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]]
         result = []
-        for first, then in product(near[:LIKELY_CAUSES], near):
-            if first is not then and (change := composed(first.change, then.change)):
+        for first, then in product(near, near):
+            is_design = first.of.used_by or first.of.unread
+            if is_design and first is not then and (change := composed(first.change, then.change)):
                 of = first.of if first.kind == "mistake" else then.of
-                result.append(Cause(f"{first.says}; and {then.says}", change, of, parts=2))
+                result.append(Bug(f"{first.says}; and {then.says}", change, of, parts=2))
         return result
 
-    def tried(self, causes: list[Cause]) -> Iterator[Cause]:
+    def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield each bug that reproduces the trainer's numbers."""
-        for cause in causes:
-            answer = self.answer(cause.change)
+        for bug in with_bar("causes", bugs):
+            answer = self.answer(bug.change)
             key = distance(answer)
-            for place in self.places[: 1 if key in self.by_distance or cause.parts > 1 else None]:
-                yield from self.confined(answer, cause, place)
-            if answer and cause.parts == 1 and "inside" not in cause.change:
-                self.by_distance.setdefault(key, cause)
+            for region in self.regions[: 1 if key in self.by_distance or bug.parts > 1 else None]:
+                yield from self.confined(answer, bug, region)
+            if answer and bug.parts == 1 and "inside" not in bug.change:
+                self.by_distance.setdefault(key, bug)
 
-    def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
+    def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
         """Limit the bug to one place, such as the truncated completions; return [] if wrong numbers remain."""
         d = self.d
-        if place.says:
-            cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
-        explained = fit(place.of(answer), cause, d)
-        if explained and place.says and "loss" in answer and d.about["kind"] != "dpo":
-            rows = place.rows[:, None]
-            theirs, ours, unit = computed("loss", d, cause.change | {"weights": rows})["loss"]
+        if region.says:
+            bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
+        explained = fit(region.of(answer), bug, d)
+        if explained and region.rows is not None and "loss" in answer and d.about["kind"] != "dpo":
+            rows = region.rows[:, None]
+            theirs, ours, unit = computed("loss", d, bug.change | {"weights": rows})["loss"]
             _, others, other_unit = computed("loss", d, {"weights": ~rows})["loss"]
-            return fit({"loss": (theirs, ours + others, unit + other_unit)}, cause, d)
+            return fit({"loss": (theirs, ours + others, unit + other_unit)}, bug, d)
         return explained
 
-    def is_few(self, place: Place) -> bool:
+    def is_few(self, region: Region) -> bool:
         """Return True if fewer than two rows or groups are wrong, which is too few to fit a number."""
-        return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
+        return not self.d.case_tolerance and count_groups(self.name, region.of(self.base), self.d) < 2
 
-    def factors(self) -> list[Cause]:
+    def factors(self) -> list[Bug]:
         """Return bugs such as "all values are 8 times as large"."""
         result = []
         if self.name in IDS:
             return result
         has_own_length = self.d.about.get("loss_type") == "dr_grpo" and not self.d.reads("max_completion_length")
-        for cause in count_causes(self.d) if self.d.case_tolerance else ():
-            result += self.confined(self.answer(cause.change), cause, self.places[0])
-        for place in self.places:
-            values = [(*self.base[key], mask) for key, mask in place.inside.items()]
+        for bug in count_bugs(self.d) if self.d.case_tolerance else ():
+            result += self.confined(self.answer(bug.change), bug, self.regions[0])
+        for region in self.regions:
+            values = [(*self.base[key], mask) for key, mask in region.inside.items()]
             pairs = [[(x / unit)[mask.expand_as(x)] for x in (theirs, ours)] for theirs, ours, unit, mask in values]
             theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
             best = best_factor(theirs, ours)
             numbers = [min(self.sources, key=lambda number, best=best: abs(number - best))] if self.sources else []
-            if count_wrong(place.of(self.base)) > 2:  # two opposite advantages always match some factor
+            if count_wrong(region.of(self.base)) > 2:  # two opposite advantages always match some factor
                 numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]
             for number in numbers:
                 if number == 0 and (theirs.any() or not self.sources):
                     continue  # small values are not zero
                 factor = OWN_LENGTH if has_own_length else FACTOR
-                cause = factor.with_number(number, self.sources.get(number, ""))
-                if found := self.confined(self.answer(cause.change), cause, place):
+                bug = factor.with_number(number, self.sources.get(number, ""))
+                if found := self.confined(self.answer(bug.change), bug, region):
                     result += found
                     break
         return result
 
-    def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
+    def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Fit each bug's unknown constant, such as a clip bound; yield bugs that reproduce the trainer's numbers."""
         near = []
-        usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
-        for cause in causes:
+        usual = [(region, region.distance(self.base), self.is_few(region)) for region in self.regions]
+        for bug in with_bar("causes with a number", bugs):
             # A wrong factor is often a count of the step, such as the number of rows.
-            sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
+            sources = self.sources if any(x is table.times for x in bug.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
-                answer = self.answer(cause.with_number(number).change)
-                for i, place in enumerate(self.places):
-                    gaps[i].append((place.distance(answer), number))
-            for i, (place, usual_gap, is_few) in enumerate(usual):
+                answer = self.answer(bug.with_number(number).change)
+                for i, region in enumerate(self.regions):
+                    gaps[i].append((region.distance(answer), number))
+            for i, (region, usual_gap, is_few) in enumerate(usual):
                 gap, number = min(gaps[i])
                 is_known = number in sources or number == 1  # 1 is a likely bound
                 if gap <= 0.9 * usual_gap and (is_known or not is_few):
-                    near.append((gap, len(near), number, cause, place, sources, is_few))
+                    near.append((gap, len(near), number, bug, region, sources, is_few))
         count = CASE_REFINED if self.d.case_tolerance else REFINED
         nearest = sorted(near, key=lambda fit: fit[:2])[:count]
-        for _, _, start, cause, place, sources, is_few in sorted(nearest, key=lambda fit: fit[1]):
+        for _, _, start, bug, region, sources, is_few in sorted(nearest, key=lambda fit: fit[1]):
 
-            def gap_with(number: float, cause=cause, place=place) -> float:
-                return place.distance(self.answer(cause.with_number(number).change))
+            def gap_with(number: float, bug=bug, region=region) -> float:
+                return region.distance(self.answer(bug.with_number(number).change))
 
             for number in [start] if is_few else numbers_near(start, gap_with):
-                named = cause.with_number(number, sources.get(number, ""))
-                if found := self.confined(self.answer(named.change), named, place):
+                named = bug.with_number(number, sources.get(number, ""))
+                if found := self.confined(self.answer(named.change), named, region):
                     yield from found
                     break
 
 
-def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    simple = [cause for cause in causes if not cause.is_fitted]
-    plain = [cause for cause in simple if "inside" not in cause.change]
-    return (
-        plain,
-        [cause for cause in simple if "inside" in cause.change],
-        [cause for cause in causes if cause.is_fitted],
-    )
+def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
+    simple = [bug for bug in bugs if not bug.is_fitted]
+    plain = [bug for bug in simple if "inside" not in bug.change]
+    return (plain, [bug for bug in simple if "inside" in bug.change], [bug for bug in bugs if bug.is_fitted])
 
 
-def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
+def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # Many bugs could explain one wrong token id or one learning rate, so the search needs at least two.
-    if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
+    # Many bugs could explain one wrong token id or one learning rate, so only trained padding gets a name.
+    if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
     # A bug fits if at most 1 % of the original error remains; this limit is kept between 1e-5 and 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
@@ -437,31 +436,32 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
         search = Search(name, d)
     d.deadline = time.thread_time() + seconds
     try:
-        search.run(possible_causes(name, d))
+        bugs = possible_bugs(name, d)
+        if name in IDS and count_wrong(answer) < 2:
+            bugs = [bug for bug in bugs if bug.of.about.startswith("padding")]
+        search.run(bugs)
     except SearchEndedError:
         search.has_ended = True
     d.deadline = math.inf
     d.part = None
     explained = search.explained
     if name in LOGPS:
-        explained = [again for cause in explained for again in fits(name, d, cause)]
-    fewest = min((cause.parts for cause in explained), default=1)
-    explained = [cause for cause in explained if cause.parts == fewest]
-    limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
+        explained = [again for bug in explained for again in fits(name, d, bug)]
+    fewest = min((bug.parts for bug in explained), default=1)
+    explained = [bug for bug in explained if bug.parts == fewest]
+    limit = max(10 * min((bug.error for bug in explained), default=0.0), TOLERANCE / 100)
     # Bugs with an unlikely number, such as 0.0001, are reported last.
-    search.explained = sorted(
-        (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
-    )
+    search.explained = sorted((bug for bug in explained if bug.error <= limit), key=lambda bug: bug.has_unlikely_number)
     return search
 
 
-def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    return fit(computed(name, d, cause.change), cause, d)
+def fits(name: str, d: Dump, bug: Bug) -> list[Bug]:
+    return fit(computed(name, d, bug.change), bug, d)
 
 
-def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
+def fit(answer: dict | None, bug: Bug, d: Dump) -> list[Bug]:
     remaining = error(answer)
-    return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
+    return [replace(bug, error=remaining)] if remaining <= d.tolerance else []
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
@@ -477,48 +477,12 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
     yield number
 
 
-def count_causes(d: Dump) -> list[Cause]:
+def count_bugs(d: Dump) -> list[Bug]:
     """List bugs such as "all values are divided by the number of rows"."""
-    causes = []
-    for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
-        if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
-            continue
-        number = f"the number of {name}" if name in table.COUNTS else name
-        for word, sign in (("multiplied", 1), ("divided", -1)):
-            change = {"factor": lambda s, function=function, sign=sign: (function(s.step) or 1) ** sign}
-            causes.append(Cause(f"all values are {word} by {number}", change, table.FACTOR))
-    return causes
-
-
-def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: its name} for the step's options, counts and ratios, such as {8.0: ": the 8 rows"}."""
-    factors, counts = (
-        [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
-        for table in (table.FACTORS, table.COUNTS)
-    )
-    units = defaultdict(list)  # names of the quantities that have each count
-    for count, unit in counts:
-        if count not in (None, 0, 1):
-            units[count].append(unit)
-    texts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
-    singles = [(0.0, "exactly zero"), *((number, says) for number, says in factors if number not in (None, 0, 1))]
-    for count, text in texts.items():
-        singles += [(count, text), (1 / count, f"1 over {text}")]
-    ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # Ratios of small counts, such as 3 / 4, are left out: a factor could equal such a ratio by chance.
-    trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
-    ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
-    return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
-
-
-def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Join the names of equal numbers: 8 rows and 8 pairs give {8.0: ": the 8 rows or the 8 pairs"}."""
-    texts = defaultdict(list)
-    for number, says in named_numbers:
-        texts[rounded_key(number)].append(says)
-    return {number: f": {' or '.join(dict.fromkeys(says))}" for number, says in texts.items()}
-
-
-def rounded_key(number: float) -> float:
-    """Round a number to 12 digits, so that 0.1 + 0.2 and 0.3 become the same dictionary key."""
-    return float(f"{number:.12g}")
+    bugs = []
+    for numbers, prefix in ((factors, ""), (counts, "the number of ")):
+        for name in numbers(d, "loss"):
+            for word, sign in (("multiplied", 1), ("divided", -1)):
+                change = {"factor": lambda s, n=numbers, k=name, sign=sign: n(s.step, "loss").get(k, 1) ** sign}
+                bugs.append(Bug(f"all values are {word} by {prefix}{name}", change, RATE))
+    return bugs

@@ -11,8 +11,10 @@ The `change` argument is a simulated bug: change("mask", x) returns the mask of 
 mask x if the bug is elsewhere.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +24,13 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.formulas import first
 from minivlmrl.extras.parity.step import Dump
-from minivlmrl.extras.parity.step_format import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
+from minivlmrl.extras.parity.step_format import OPTIONS, term_arguments
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, correct_kl, importance_ratio, kl_term
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 
-Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
+Answer = Mapping[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
@@ -36,8 +38,7 @@ def advantages(d: Dump, change: Change) -> Answer:
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
-    uses = ("the reward", "the baseline", "the divisor")
-    reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
+    reward, baseline, divisor = reward_parts(d, change)
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
     # Without the minimum of 1e-4, a standard deviation near 0 would give a huge tolerance.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
@@ -63,7 +64,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
         rewards = torch.stack(parts, 1)
         center = scale = "batch"
     weighted = rewards * weights
-    total = change("total", weighted.nansum(1), weighted=weighted).masked_fill(is_unjudged, torch.nan)
+    total = change("total", weighted.nansum(1)).masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, center, scale)
 
 
@@ -88,8 +89,8 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
         baseline[is_member] = change("group mean", choices[center].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
-            divisor[is_member] = change("std", nanstd(scaling_rewards), **names) + names["epsilon"]
+            std = change("std", nanstd(scaling_rewards), scaling_rewards=scaling_rewards, **names)
+            divisor[is_member] = std + change("epsilon", 1e-4)
     return change("baseline", baseline), change("deviation", divisor)
 
 
@@ -134,14 +135,10 @@ def pictures(d: Dump, change: Change) -> Answer:
         return None
     sampled = shown(d, "sampler_")
     row = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
-    ids, _, forced_mask = d.turns()
-    answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
-    for i, count in zip(row, answered_counts, strict=True):
-        num_given = len(sampled[i]) - count
-        images = sampled[i][:num_given] + change("tool pictures", sampled[i][num_given:])
+    for i in row:
         flat, index = beside(d, [sampled[k] for k in row], len(ours))
-        ours.append(change("pictures", images, num_given=num_given, flat=flat, index=index))
+        ours.append(change("pictures", sampled[i], flat=flat, index=index))
     numbers = {}  # number that stands for each distinct image
     table = []
     for row_pictures in ours + shown(d):
@@ -190,7 +187,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
     has_ended = (end_tokens & ~here_or_later(forced_mask)).any(1, keepdim=True)
-    has_ended = change("ended", has_ended, end_tokens=end_tokens, text_follows=text_follows)
+    has_ended = change("ended", has_ended, end_tokens=end_tokens)
     real_mask = forced_mask | (in_turn & (has_ended | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
@@ -252,13 +249,13 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     # The recorded token count holds for the recorded mask, and not for a mask with a simulated bug.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
-        tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
+        tokens = d["rollout_tokens"][part[0]].item()
         tokens /= d.about.get("steps_per_rollout", 1) * d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return LossNormalizer(count, max(tokens, 1), d.about.get("max_completion_length"))
 
 
-def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
+def loss_options(change: Change) -> Any:
     """Return the options of the loss, which a simulated bug may change, for example to beta = 0."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
@@ -393,14 +390,12 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
     index = torch.stack([index[:, 0], change("rejected", index[:, 1])], 1)
-    sums = []  # summed log-probabilities (pairs, 2) under the policy and under the reference
-    for use, number in (("the reference", 2), ("the policy", 0)):
-        inside = change.inside(use)
-        mask = mask_in(inside, "")
-        options = loss_options(inside)
-        own_logps = inputs(logps, mask, inside)[number][index]
-        sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
-    ref_logps, policy_logps = sums
+    mask = change("mask", d["completion_mask"].double())
+    options = loss_options(change)
+    policy, _, reference = inputs(logps, mask, change)
+    own_logps = policy[index]
+    # summed log-probabilities (pairs, 2)
+    policy_logps, ref_logps = (answer_logps(x[index], mask[index], options.ld_alpha) for x in (policy, reference))
     lengths = mask[index].sum(-1)
     ref_logps = change("summed reference", ref_logps, answer_lengths=lengths)
     log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=lengths, options=options)

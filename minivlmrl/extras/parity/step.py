@@ -6,9 +6,11 @@ completions with K rewards each.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -50,10 +52,14 @@ class Dump(dict):
 
     tolerance = 1e-5  # largest relative error with which a bug explains the numbers
     case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
-    read = None  # in a test case of a loss, the names of the tensors and options that the loss has read
-    simpler = list  # in a test case of a loss, a function that returns its simpler variants; list() returns none
+    read: set[str] | None = (
+        None  # in a test case of a loss, the names of the tensors and options that the loss has read
+    )
+    simpler: Callable = (
+        list  # in a test case of a loss, a function that returns its simpler variants; list() returns none
+    )
     deadline = math.inf  # time.thread_time() at which a search ends
-    part = None  # rows whose log-probabilities are recomputed; None means all rows
+    part: Tensor | None = None  # rows whose log-probabilities are recomputed; None means all rows
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
@@ -61,9 +67,9 @@ class Dump(dict):
         self.trials = Trials()
         # Bugs that explain wrong log-probabilities, entropies and token ids: {} if all numbers are right, and None if
         # no known bug explains the wrong numbers.
-        self.forward = {}
-        self.entropy_forward = {}
-        self.ids = {}
+        self.forward: dict | None = {}
+        self.entropy_forward: dict | None = {}
+        self.ids: dict | None = {}
         self.cache = {}  # results from the model's forwards and backwards
         self.usual_answers = {}  # results of the stages without a bug
         ones = torch.ones_like(tensors["input_ids"])
@@ -99,7 +105,6 @@ class Dump(dict):
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
-    rollout_sets = cached_property(units.rollout_sets)
     spans = cached_property(units.spans)
     parts = cached_property(units.parts_of_model)
     columns = cached_property(units.token_orders)
@@ -166,11 +171,11 @@ class Dump(dict):
         regions = {}
         if text:
             regions = units.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
-        region = regions.get(unit, ids * 0)
+        region: Any = regions.get(unit, ids * 0)
         rows = []
         for i, begin in enumerate((~self.completion).sum(1).tolist()):
-            lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
-            values = torch.tensor(edited(self, *lists, text)).long()
+            items, flags, inside = (x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region))
+            values = torch.tensor(edited(self, items, flags, inside, text)).long()
             end = self.width + ids.shape[1] - begin - values.shape[1]
             rows.append(pad(values, (begin, end), value=-1))  # a negative end truncates the row
         return torch.stack(rows, 1)

@@ -18,10 +18,7 @@ WITHIN = {
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
-    # the last one of an odd number stays
-    "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
-ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
 # The index -1 gives the value 0. In a row of three tokens, "the next token" has the indices 1, 2 and -1.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
@@ -30,8 +27,6 @@ TOKENS = {
 # wrong orders of rows in groups of equal size; each function gets the row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
-    "the previous {1}": lambda x: x.roll(1, 0),
-    "the first {1}": lambda x: x[:1].expand_as(x),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
@@ -95,7 +90,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         units["its micro-batch"] = d.micro_batches
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
-        orders |= ordered(WITHIN | ROWS, "row", unit, blocks, all_rows)
+        orders |= ordered(WITHIN, "row", unit, blocks, all_rows)
         if len(set(map(len, blocks))) == 1:  # all blocks have the same size
             orders |= ordered(BLOCKS, "row", unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
@@ -103,17 +98,8 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 def token_orders(d) -> dict[str, Tensor]:
     """List wrong orders of tokens, for example one that gives each token the value of the next token in its row."""
-    counted_mask = d["completion_mask"].bool()
-    numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
-    units = {
-        "its row": torch.ones_like(counted_mask),
-        "its completion": d.completion,
-        "its counted tokens": counted_mask,
-    }
-    orders = {}
-    for unit, mask in units.items():
-        orders |= ordered(WITHIN | TOKENS, "token", unit, [numbers[row][mask[row]] for row in d.all_rows], numbers)
-    return different(orders, numbers)
+    numbers = torch.arange(d["input_ids"].numel()).view_as(d["input_ids"])
+    return different(ordered(WITHIN | TOKENS, "token", "its row", [*numbers], numbers), numbers)
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
@@ -127,13 +113,6 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
     }
 
 
-def rollout_sets(d) -> dict[str, Tensor]:
-    """Return a mask for each named subset of a rollout's completions, such as "truncated completions"."""
-    order = d.get("row", d.all_rows).argsort()
-    is_whole = len(order) == len(d["group"])
-    return {says: x[order] for says, x in d.row_sets.items() if is_whole and "advantage" not in says}
-
-
 def place_within(label: Tensor, row: Tensor) -> Tensor:
     """Return the position of each row among the rows with the same label."""
     return ((label == label[:, None]) & (row < row[:, None])).sum(1)
@@ -144,8 +123,6 @@ def row_sets(d) -> dict[str, Tensor]:
     sets = {}
     if "ended" in d:
         sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
-    if d.has("group", "row"):
-        sets |= ends(place_within(d["group"][d["row"]], d["row"]), "completion", " of each group")
     if "chosen" in d:
         sets |= {"chosen answers": d["chosen"] == 1, "rejected answers": d["chosen"] == 0}
     if d.get("advantages", torch.zeros(1, 1)).dim() == 1:
@@ -154,26 +131,14 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with an advantage of 0"] = d["advantages"] == 0
     sets |= ends(place_within(d["micro_batch"], d.all_rows), "row", " of each micro-batch")
     sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
-    for x, largest, others in (
-        (d["row_lengths"], "rows that are not padded", "rows that are padded"),
-        (d["lengths"], "the longest completions", "all completions except the longest"),
-    ):
-        sets |= {largest: x == x.max(), others: x < x.max()}
     sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single row fits too many descriptions
     return different(sets, torch.tensor(False))
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Number each token's turn, group and micro-batch; a trainer may wrongly average over a turn, for example."""
-    row = d.all_rows[:, None].expand(-1, d.width)
+    """Number each token's turn; a trainer may wrongly average over each turn."""
     turn = first(d.turns()[1]).cumsum(1)
-    spans = {}
-    if turn.max() > 1:
-        spans["its turn"] = row * d.width + turn
-    if d.has("group", "row"):
-        spans["its group"] = (d["group"][d["row"]] * len(row) + d["micro_batch"])[:, None].expand_as(row)
-    spans["its micro-batch"] = d["micro_batch"][:, None].expand_as(row)
-    return different(spans, row)
+    return {"its turn": d.all_rows[:, None] * d.width + turn} if turn.max() > 1 else {}
 
 
 def parts_of_model(d) -> dict[str, Callable]:
@@ -201,9 +166,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         regions["the sampled tokens"] = drawn
     if not forced.any() and ids.shape == d["input_ids"].shape:  # the sampler's ids have another shape
         counted = drawn & d["completion_mask"].bool()
-        for k, number in ((1, ""), (2, "2 "), (3, "3 ")):
-            regions[f"the first {number}tokens"] = first(drawn, k)
-            regions[f"the last {number}counted tokens"] = last(counted, k)
+        regions |= {"the first tokens": first(drawn), "the last counted tokens": last(counted)}
     return different(regions, torch.tensor(False))
 
 
@@ -214,16 +177,8 @@ def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor)
         "tool responses": forced,
         "everything after the prompt": drawn | forced,
         "the end tokens of turns": drawn & stop,
-        "all stop tokens": (drawn | forced) & stop,
         "the image tokens of tool responses": forced & image,
-        "the text of tool responses": forced & ~image,
     }
-    for name, tokens in (("turn", drawn), ("tool response", forced)):
-        number = first(tokens).cumsum(1)
-        regions |= {says: mask & tokens for says, mask in ends(number, name, begin=1).items()}
-        regions[f"the second {name}"] = tokens & (number == 2)
-        for k, count in ((1, ""), (2, "2 ")):
-            regions[f"the first {count}tokens of {name}s"] = first(tokens, k)
-            regions[f"the last {count}tokens of {name}s"] = last(tokens, k)
-    regions["the end tokens before tool responses"] = last(drawn) & stop & ~regions["the last turn"]
-    return regions
+    number = first(drawn).cumsum(1)
+    regions |= {says: mask & drawn for says, mask in ends(number, "turn", begin=1).items()}
+    return regions | {"the second turn": drawn & (number == 2)}

@@ -53,6 +53,28 @@ def test_jax_keeps_its_default_dtype():
     assert jax.numpy.ones(1).dtype == "float32"
 
 
+@pytest.mark.parametrize("decides, traces", [(False, 2), (True, 5)], ids=["scan", "a decision by numbers"])
+def test_jax_compiles_once_for_a_shape_and_options(decides, traces):
+    jax = pytest.importorskip("jax")
+    calls = []
+
+    def loss(batch, options):
+        calls.append(options["c"])
+        if decides and batch["mask"].sum() > 5:
+            return batch["per_token_logps"].sum()
+        row = lambda total, x: (total + options["c"] * x.sum(), None)  # noqa: E731  a scan compiles a new function
+        return jax.lax.scan(row, jax.numpy.zeros(()), batch["per_token_logps"])[0]
+
+    loss_in_torch = as_torch(loss, "jax")
+    for c in (2.0, 3.0, 2.0, 3.0):
+        batch = {name: torch.rand(2, 3, dtype=torch.float64) for name in ("per_token_logps", "mask")}
+        read = set()
+        value, gradient = loss_and_gradient(loss_in_torch, batch, {"kind": "sft", "c": c}, read)
+        assert math.isclose(value, c * batch["per_token_logps"].sum()) and gradient.eq(c).all()
+        assert read == {"per_token_logps", "c"} | ({"mask"} if decides else set())
+    assert len(calls) == traces
+
+
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_the_gradient_is_scaled_by_that_of_later_operations(framework):
     numpy_of(framework)

@@ -150,6 +150,9 @@ SAID = {
         {}, ["A > 0: a token has a gradient where the clip must stop it. Smallest batch: one token, advantage 0.5"]),
     "pi / pi_ref as weight": (changed(weight=lambda q: (q.logps - q.ref).exp()), {},
         ["the KL is not that of policy and reference"]),
+    "CISPO without a gradient outside of its bounds": (
+        changed(term=lambda q: -q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages), {"loss_type": "cispo"},
+        ["a token outside of the bounds has no gradient, but CISPO keeps every token's gradient"]),
     "two at once with DAPO's average": (changed(terms=of_both), {"loss_type": "dapo"}, [
         "A > 0: a token has no gradient where the loss must act", "A > 0: a token has a gradient where the clip must",
         "A < 0: a token has a gradient where the clip must", "A < 0: a token has no gradient where the loss must act",
@@ -295,6 +298,16 @@ def test_a_loss_with_one_bound_has_no_sentence_about_the_other():
 
     expected = examine(changed(term=loss)).sentences("broken")
     assert expected and all(text.startswith("A < 0: ") for text in expected)
+
+
+def test_a_report_counts_the_tested_laws_and_shows_different_numbers():
+    expected = str(examine(changed(term=maximum, beta=lambda q: 0)))
+    assert expected.startswith("the loss breaks 1 of 12 laws, in 4 ways\n") and "not tested: the KL" in expected
+    [expected] = examine(wrong_dpo(margin=lambda s: s[:, 0] - s[:, 1].roll(1)), kind="dpo").sentences("broken")
+    assert expected.endswith("the loss is 0.6748 instead of 0.6745")
+    rounded = changed(old=lambda q: q.old.half().double())
+    for text in examine(rounded, loss_type="grpo").sentences("note"):
+        assert "[[1]] in the KL, and [[1]]" not in text
 
 
 def test_rounding_and_a_detached_kl_are_found():

@@ -10,7 +10,7 @@ pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 trans
 from minivlmrl.extras.parity.audit import audit, report
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.search import LOGPS, STAGES, possible_causes
+from minivlmrl.extras.parity.search import LOGPS, STAGES, possible_bugs
 from minivlmrl.extras.parity.step import read
 from minivlmrl.model.checkpoint import load_model
 from tests.extras.parity import bugs
@@ -81,7 +81,7 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
         d = dumped(folder, tmp_path / kind, kind, **options)
         for name, stage in STAGES.items():
             d.part = torch.arange(1) if name in LOGPS else None
-            for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
+            for cause in possible_bugs(name, d) if stage(d, Change(d, {})) else ():
                 # the answer stays True if a loss raises ValueError, for example for answers without a token
                 answer = True
                 if never.get((name, cause.says), True):
