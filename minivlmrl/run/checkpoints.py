@@ -18,28 +18,23 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic as clock
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import code_files
-from minivlmrl.config.loading import flat
-from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data.download import find_folder
-from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.row_files import split_of
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, error_phase, pluralize, truncate
-from minivlmrl.files import digest, file_stamps, flush_file, unchanged, weight_files
-from minivlmrl.json_files import json_text, parse_json, read_json, write_json
+from minivlmrl.errors import error_context, error_phase, pluralize
+from minivlmrl.files import file_stamps, flush_file, unchanged
+from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
-from minivlmrl.run.checkpoint_files import find_shards, read_into, sampled_blocks, write_tensors
+from minivlmrl.run.checkpoint_files import find_shards, read_into, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
+from minivlmrl.run.recipe_changes import changes, check_base_weights, checksum, fingerprints, recipe_options
 from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
@@ -47,45 +42,6 @@ from minivlmrl.trainers.base import Trainer
 COMPLETE = "complete.json"
 UPDATE = "optimizer"  # the phase in which an error leaves some weights updated and others not
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
-# options of a training stage that determine how many rows a batch has
-BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# keys under which run.json stores hashes of an adapter's base weights, of each data file and of each code file
-BASE = "weights below the adapter"
-ROWS = "rows of "
-MEDIA = "sizes or times of image and video files of "
-CODE = "code in "
-
-
-def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return the options that a checkpoint saves and a resumed run compares, such as {"grpo.beta": 0.04}.
-
-    A checkpoint also saves hashes of the data files, of files with code and of an adapter's base weights, and the
-    number of threads.
-    """
-    sections = asdict(config) | {"num_threads": torch.get_num_threads()}
-    for name in ("stages", "output_dir", "resume"):
-        del sections[name]
-    values = flat(sections) | {"data.eval_rewards": config.eval_rewards}
-    if config.adapter.r:  # a checkpoint with adapters does not contain the base weights
-        model = config.model
-        files = [Path(model.config)] if model.config else []
-        if model.path:
-            files = weight_files(find_folder(model.path))
-        values[BASE] = digest(sampled_blocks(files))
-    for option, file in row_files(config.data).items():
-        values[f"{ROWS}{option}"] = _checksum(split_of(file)[0])
-    for file in map(Path, sorted(code_files())):
-        is_below = file.is_relative_to(Path.cwd())
-        values[f"{CODE}{file.relative_to(Path.cwd()) if is_below else file}"] = digest([file])
-    return parse_json(json_text(values))
-
-
-def row_files(data: DataOptions) -> dict[str, str]:
-    """Return the data files that a recipe names, {option: file}."""
-    files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
-    files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
-    files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
-    return {option: file for option, file in files.items() if file}
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -234,11 +190,9 @@ class CheckpointManager:
     def to_resume(self, datasets: Mapping[str, Dataset]) -> TrainerState:
         """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
         config = self.config
-        recipe = recipe_values(config)
-        if self.world.is_main:  # other ranks have not read the files
-            stamped = {name: rows.media_fingerprint for name, rows in datasets.items() if isinstance(rows, FileDataset)}
-            recipe |= {f"{MEDIA}{name}": stamp for name, stamp in stamped.items()}
-        new_state = TrainerState(config.seed, config.stage_names, recipe=recipe, num_log_lines={})
+        media = datasets if self.world.is_main else {}  # other ranks have not read the files
+        recipe, files = recipe_options(config), fingerprints(config, media)
+        new_state = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
         state = self.select_checkpoint()
         if state is None:
             return new_state
@@ -252,44 +206,26 @@ class CheckpointManager:
         if self.world.is_main:
             stage = config.stage_names[state.stage]
             print(f"resuming from {self.resumed}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
-        self.compare(state, new_state.recipe)
-        state.recipe = new_state.recipe
+        self.compare(state, new_state)
+        state.recipe, state.files = new_state.recipe, new_state.files
         state.stages = config.stage_names
         return state
 
-    def compare(self, state: TrainerState, recipe: dict[str, object]):
-        """Print the options that have changed since the checkpoint. Raise ValueError if the resumed run would skip or
-        repeat rows, or if the base weights of an adapter have changed.
-        """
-        stage = self.config.stage_names[state.stage]
+    def compare(self, state: TrainerState, new: TrainerState):
+        """Print what has changed since the checkpoint; raise ValueError if rows would be skipped or repeated."""
         # --resume=auto requires the rows of the earlier run; --resume=FOLDER accepts other rows.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             state.rows = 0
-        batch_sizes = [f"{stage}.{size}" for size in BATCH_SIZE_OPTIONS] if state.rows else []
-        for name in sorted(state.recipe.keys() | recipe.keys()):
-            old_value = state.recipe.get(name)
-            new_value = recipe.get(name)
-            is_hash = name.startswith((CODE, ROWS, MEDIA))
-            # If only one of the two recipes names this file, the option that names it has also changed.
-            if old_value == new_value or (is_hash and None in (old_value, new_value)):
-                continue
-            if name in (BASE, "adapter.quantize"):
+        check_base_weights(state, new, self.resumed)
+        for change in changes(state, new, self.resumed):
+            if same_rows and change.moves_rows:
                 raise ValueError(
-                    f"resume: the base weights of the adapter have changed since {self.resumed} "
-                    "was saved; restore the earlier weights (model.path) and adapter.quantize"
-                )
-            change = f"{name} was {truncate(old_value, 80)} and is now {truncate(new_value, 80)}"
-            if is_hash:
-                change = f"changed since {self.resumed} was saved: {name}"
-            is_about_rows = re.match(rf"({ROWS})?data\.(?!eval_)", name)
-            if name in batch_sizes or (same_rows and is_about_rows):
-                raise ValueError(
-                    f"resume: {change}, so rows would be skipped or repeated; restore the earlier "
+                    f"resume: {change.text}, so rows would be skipped or repeated; restore the earlier "
                     f"value, or accept this with --resume={self.resumed}"
                 )
             if self.world.is_main:
-                print(change, flush=True)
+                print(change.text, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
         """Load weights and optimizer state from the checkpoint if the run resumes from one."""
@@ -368,7 +304,7 @@ class CheckpointManager:
             if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
                 raise ValueError(f"{folder} does not have exactly the files listed in {COMPLETE}")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
-                if _checksum(folder / name) != checksums[name]:
+                if checksum(folder / name) != checksums[name]:
                     raise ValueError(f"the contents of {name} do not match its checksum")
             return read_trainer_state(folder)
 
@@ -398,7 +334,7 @@ class CheckpointManager:
                 write_json(draft / RUN, asdict(state))
                 names.append(RUN)
             for name in names:
-                checksums[name] = _checksum(draft / name)
+                checksums[name] = checksum(draft / name)
 
         def finish():
             write_json(draft / COMPLETE, checksums)
@@ -432,11 +368,3 @@ def is_in_update(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _checksum(path: Path) -> str:
-    """Return a hash of a file's contents, or of the names and sizes of the files in a folder."""
-    if path.is_dir():
-        sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
-        return digest([json_text(sizes)])
-    return digest([path])

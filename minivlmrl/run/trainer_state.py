@@ -12,6 +12,16 @@ RUN = "run.json"
 
 
 @dataclass
+class Fingerprints:
+    """Hashes of the files that a run reads."""
+
+    base: str | None = None  # base weights of an adapter, which a checkpoint does not contain
+    rows: dict[str, str] = field(default_factory=dict)  # {option that names a data file: hash}
+    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of sizes and times of images and videos}
+    code: dict[str, str] = field(default_factory=dict)  # {file with the user's code: hash}
+
+
+@dataclass
 class TrainerState:
     seed: int  # run seed
     stages: list[str]  # the recipe's stages, in order
@@ -24,7 +34,8 @@ class TrainerState:
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far, negated if training lowers the metric
     seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
-    recipe: dict = field(default_factory=dict)  # the recipe's options; see recipe_values in run/checkpoints.py
+    recipe: dict = field(default_factory=dict)  # the recipe's options; see run/recipe_changes.py
+    files: Fingerprints = field(default_factory=Fingerprints)  # of the files that the recipe names
     # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
     # {log file: line of the last step}, which an error after the update may have kept from being written

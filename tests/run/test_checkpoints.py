@@ -454,7 +454,7 @@ def cut(file):
 def rewrite(state, name, content):
     """Replace a file of a checkpoint, and correct its checksum."""
     (state / name).write_bytes(content)
-    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
+    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file.checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
 
 
@@ -491,7 +491,7 @@ def test_a_read_that_fails_once_deletes_no_checkpoint(recipe, finished, copy, mo
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume_file, "_checksum", fail)
+        patch.setattr(resume_file, "checksum", fail)
         with pytest.raises(ValueError, match=r"000003 cannot be read \(.*error.*\)\. Try again, or continue from an"):
             resume(recipe, copy, "--resume=auto")
     assert states(copy) == ["000002", "000003"]

@@ -1,0 +1,115 @@
+"""What a checkpoint stores of the recipe and of the files that it names, to say what has changed in a resumed run."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from minivlmrl.config.import_utils import code_files
+from minivlmrl.config.loading import flat
+from minivlmrl.config.options import DataOptions, RunConfig
+from minivlmrl.data.download import find_folder
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.row_files import split_of
+from minivlmrl.data.rows import Dataset
+from minivlmrl.errors import truncate
+from minivlmrl.files import digest, weight_files
+from minivlmrl.json_files import json_text, parse_json
+from minivlmrl.run.checkpoint_files import sampled_blocks
+from minivlmrl.run.trainer_state import Fingerprints, TrainerState
+
+# options of a training stage that determine how many rows a batch has
+BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+
+
+class Change(NamedTuple):
+    """A difference between a checkpoint and the recipe or the files of a resumed run."""
+
+    text: str  # for the user
+    moves_rows: bool  # whether the rest of the stage would skip or repeat rows
+
+
+def recipe_options(config: RunConfig) -> dict[str, object]:
+    """Return the options that a resumed run compares, such as {"grpo.beta": 0.04}, and the number of threads."""
+    sections = asdict(config) | {"num_threads": torch.get_num_threads()}
+    for name in ("stages", "output_dir", "resume"):
+        del sections[name]
+    return parse_json(json_text(flat(sections) | {"data.eval_rewards": config.eval_rewards}))
+
+
+def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerprints:
+    """Hash the files of a run.
+
+    Args:
+        datasets: the rows whose image and video files are included.
+    """
+    found = Fingerprints()
+    if config.adapter.r:
+        model = config.model
+        files = [Path(model.config)] if model.config else []
+        if model.path:
+            files = weight_files(find_folder(model.path))
+        found.base = digest(sampled_blocks(files))
+    for option, file in row_files(config.data).items():
+        found.rows[option] = checksum(split_of(file)[0])
+    for name, rows in datasets.items():
+        if isinstance(rows, FileDataset):
+            found.media[name] = rows.media_fingerprint
+    for file in map(Path, sorted(code_files())):
+        is_below = file.is_relative_to(Path.cwd())
+        found.code[str(file.relative_to(Path.cwd()) if is_below else file)] = digest([file])
+    return found
+
+
+def row_files(data: DataOptions) -> dict[str, str]:
+    """Return the data files that a recipe names, {option: file}."""
+    files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
+    files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
+    files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
+    return {option: file for option, file in files.items() if file}
+
+
+def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None):
+    """Raise ValueError if the base weights of an adapter have changed, which a checkpoint does not contain."""
+    both = old.files.base, new.files.base
+    quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
+    if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:
+        raise ValueError(
+            f"resume: the base weights of the adapter have changed since {saved} "
+            "was saved; restore the earlier weights (model.path) and adapter.quantize"
+        )
+
+
+def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterator[Change]:
+    """Yield what has changed since the checkpoint `saved`: first options, then the contents of files."""
+    stage = new.stages[old.stage]
+    batch_sizes = [f"{stage}.{name}" for name in BATCH_SIZE_OPTIONS] if old.rows else []
+    for name in sorted(old.recipe.keys() | new.recipe.keys()):
+        before, now = old.recipe.get(name), new.recipe.get(name)
+        if before != now:
+            text = f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
+            yield Change(text, name in batch_sizes or is_about_rows(name))
+    tables = (
+        ("rows of", old.files.rows, new.files.rows),
+        ("sizes or times of image and video files of", old.files.media, new.files.media),
+        ("code in", old.files.code, new.files.code),
+    )
+    for words, before, now in tables:
+        for name in sorted(before.keys() & now.keys()):  # if only one has it, the option that names it has changed
+            if before[name] != now[name]:
+                moves_rows = words == "rows of" and is_about_rows(name)
+                yield Change(f"changed since {saved} was saved: {words} {name}", moves_rows)
+
+
+def is_about_rows(option: str) -> bool:
+    return option.startswith("data.") and not option.startswith("data.eval_")
+
+
+def checksum(path: Path) -> str:
+    """Return a hash of a file's contents, or of the names and sizes of the files in a folder."""
+    if path.is_dir():
+        sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
+        return digest([json_text(sizes)])
+    return digest([path])
