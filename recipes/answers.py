@@ -15,11 +15,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
+from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
 from minivlmrl.errors import optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
 LONGEST = 2000  # maximum characters in an answer; a longer answer gets reward 0
-WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
@@ -48,12 +48,12 @@ def judge_rows(
         if not truth_text.strip():
             scored.append((None, NO_SOLUTION))
             continue
-        right_value = read(unwrap(truth_text))
+        right_value = read(unwrap(truth_text.translate(PLAIN_SIGNS)))
         if right_value is None:
             raise ValueError(
                 f"reward {name}: the solution must be {kind}, but it is {truncate(truth_text, 80)}; correct the row"
             )
-        value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
+        value = read(unwrap(answer.translate(PLAIN_SIGNS))) if answer and len(answer) <= LONGEST else None
         if value is None:
             scored.append((0.0, f"the answer {truncate(answer, 200)} is not {kind}" if answer else NO_ANSWER))
         elif not same(right_value, value):
@@ -65,25 +65,31 @@ def judge_rows(
     return [value for value, _ in scored]
 
 
-def unwrap(text: str) -> str:
-    """Remove markup around an answer: "$\\boxed{3}$." becomes "3"."""
-    for _ in range(4):
-        text = text.strip().removesuffix(".").strip()
-        inside = re.fullmatch(WRAPPED, text, re.DOTALL)
-        if not inside:
-            break
-        text = next(group for group in inside.groups() if group is not None)
-    return text
+MARKUP = [  # (markup of Markdown or LaTeX inside an answer, plain text)
+    (r"(?<!\w)(\*\*|__)([^*_]+)\1(?!\w)", r"\2"),
+    (r"\\(?:text|math)(?:bf|it|rm|sf|tt)?\{([^{}]*)\}", r" \1"),
+    (r"\\ |~|\\quad", " "),
+    (r"\{,\}|\\[!,;]", ""),
+    (r"\\([%$])", r"\1"),
+]
 
 
-LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
-LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|\s+[-–—](?=\s)|(?=\s*$)))"
-CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
+def replace(patterns: list[tuple[str, str]], text: str) -> str:
+    for pattern, replacement in patterns:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
+
+
+LETTER = r"(?:[(\[{<【]([a-z])[)\]}>】][).:,]*|([a-z])(?:[).:,]+|\s+[-—](?=\s)|(?=\s*$)))"
+CHOICE = re.compile(
+    rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 # This pattern finds a second letter in the answer to a multiple-choice question, as in "B or C".
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
-YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
+YES_NO = re.compile(r"(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
@@ -93,7 +99,7 @@ def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
     """
 
     def letter(text: str) -> str | None:
-        match = CHOICE.fullmatch(text)
+        match = CHOICE.fullmatch(replace(MARKUP, text))
         if not match or OTHER_LETTER.search(match[3] or ""):
             return None
         return (match[1] or match[2]).upper()
@@ -110,7 +116,7 @@ def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
     """
 
     def read(text: str) -> bool | None:
-        match = YES_NO.fullmatch(text)
+        match = YES_NO.fullmatch(replace(MARKUP, text))
         if not match:
             return None
         word, rest = match.groups()
@@ -161,48 +167,57 @@ NUMBER_WORDS = [
 ]  # fmt: skip
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# Units with their sizes, grouped by kind, such as lengths; any other word after a number is ignored.
-UNITS = [
-    {"%": "1/100"},
-    {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000", "in": "254/10000", "ft": "3048/10000"},
-    {"mg": "1/1000", "g": "1", "kg": "1000"},
-    {"s": "1", "min": "60", "h": "3600"},
-]
+UNITS = {  # {kind: {unit: size}}
+    "%": {"%": "1/100"},
+    "m": {
+        "nm": "1e-9", "µm": "1e-6", "mm": "1e-3", "cm": "1e-2", "m": "1", "km": "1e3",
+        "in": "0.0254", "ft": "0.3048", "yd": "0.9144", "mi": "1609.344",
+    },
+    "m^3": {"ml": "1e-6", "cl": "1e-5", "l": "1e-3"},
+    "g": {"mg": "1e-3", "g": "1", "kg": "1e3", "oz": "28.349523125", "lb": "453.59237"},
+    "s": {"ms": "1e-3", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
+}  # fmt: skip
 SPELLINGS = {
-    "percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
-    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "kilometer": "km",
-    "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg",
-    "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h",
+    "percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi",
+    "meter": "m", "metre": "m", "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm",
+    "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "kilo": "kg", "milligram": "mg",
+    "ounce": "oz", "pound": "lb", "£": "lb", "$": "dollar", "€": "euro",  # £ and pound must be the same
+    "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "kph": "km/h", "kmh": "km/h", "mph": "mi/h",
+    "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "degree": "°",
 }  # fmt: skip
 # Words after a number that change its value or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
-    rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
+    rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghlms])[a-zµ]"
 )
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 NUMBER = re.compile(
-    r"(?:(?:the )?(?:final )?answer(?: is|:) ?|[a-z] ?= ?|[=≈~] ?|about |approximately )?"
-    r"(?P<sign>[+-]?) ?[$€£]?(?:(?P<whole>\d+) (?=\d+ ?/))?"
+    r"(?:[a-z] ?= ?|[=≈~] ?|about |approximately )?"
+    r"(?P<sign>[+-]?) ?(?P<currency>[$€£])?(?:(?P<whole>\d+) (?=\d+ ?/))?"
     rf"(?:(?P<digits>{DIGITS})(?:(?:e| ?[x×*] ?10\^)\{{?(?P<power>[+-]?\d{{1,3}})\}}?| ?/ ?(?P<below>{DIGITS}))?"
-    rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|[a-zµ]+(?:/[a-z]+|\^\{{?[23]\}}?|[²³])?)?",
+    rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|(?P<base>[a-zµ]+)(?:\^?[23])?(?:/[a-z]+(?:\^?[23])?)?)?",
     re.ASCII,
 )
 LATEX = [
-    (r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    *MARKUP,
+    (r"\\[dt]?frac(?:\{(-?[\d.]+)\}|(\d))(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
     (r"\\(?:times|cdot)", "×"),
-    ("−", "-"),
-    (r"\{,\}|\\[!,;]", ""),
-    (r"\\%", "%"),
-    (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"),
-    (r"\^?\\circ", "°"),
+    (r"\^?\\circ|\^\{\\circ\}", "°"),
+    (r"(?:degrees?|°) ?([cf])(?:elsius|ahrenheit)?\b", r"°\1"),
+    (r"\^\{([23])\}", r"^\1"),
+    ("²", "^2"),
+    ("³", "^3"),
+    (r"\bsquare (\w+)", r"\1^2"),
+    (r"\bcubic (\w+)", r"\1^3"),
+    (" per ", "/"),
 ]
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    Answers such as "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), and a
-    unit may be omitted. 50% equals both 0.5 and 50.
+    Answers such as "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), a unit may be
+    omitted, and another unit gets reward 0. 50% equals both 0.5 and 50.
 
     Args:
         tolerance: largest accepted relative error. For example, with 0.05 and the solution 100, answers from 95 to
@@ -216,14 +231,12 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"). Return None for any other text."""
     if len(text) > LONGEST_NUMBER:
         return None
-    for pattern, replacement in LATEX:
-        text = re.sub(pattern, replacement, text)
-    match = NUMBER.fullmatch(" ".join(text.lower().split()))
+    match = NUMBER.fullmatch(" ".join(replace(LATEX, text.lower()).split()))
     if not match:
         return None
     word = match["unit"] or ""
     below = _fraction(match["below"] or "1")
-    if OTHER_NUMBER.fullmatch(word) or below == 0:
+    if OTHER_NUMBER.fullmatch(match["base"] or "") or below == 0:
         return None
     if match["word"]:
         value = Fraction(NUMBER_WORDS.index(match["word"]))
@@ -233,8 +246,8 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     if match["sign"] == "-":
         value = -value
     if word in SCALES:
-        return value * SCALES[word], ""
-    return value, _unit(word)
+        value, word = value * SCALES[word], ""
+    return value, _unit(match["currency"] or word)
 
 
 def _fraction(digits: str) -> Fraction:
@@ -246,12 +259,18 @@ def _unit(word: str) -> str:
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
-def _sizes(unit: str | None) -> dict[str, str] | None:
-    """Return the sizes of all units of the same kind, such as lengths, or None if the unit is unknown."""
-    for sizes in UNITS:
-        if unit in sizes:
-            return sizes
-    return None
+def _measure(unit: str) -> tuple[str, Fraction]:
+    """Return the kind of a unit, and its size: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
+    if "/" in unit:
+        (kind, size), (below, divisor) = map(_measure, unit.split("/"))
+        return f"{kind}/{below}", size / divisor
+    name = unit.rstrip("^23")
+    power = "" if name == unit else f"^{unit[-1]}"
+    base = _unit(name)
+    for kind, sizes in UNITS.items():
+        if base in sizes:
+            return kind + power, Fraction(sizes[base]) ** int(power[1:] or 1)
+    return re.sub(r"(?:(?<=[sxz])e|(?<=[cs]h)e)?s$", "", base) + power, Fraction(1)
 
 
 def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
@@ -262,11 +281,10 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
 
     a, unit = truth
     b, other_unit = answer
-    sizes = _sizes(unit)
-    other_sizes = _sizes(other_unit)
-    if sizes and other_sizes:
-        same_kind = sizes is other_sizes
-        return same_kind and near(a * Fraction(sizes[unit]), b * Fraction(sizes[other_unit]))
+    if unit and other_unit:
+        (kind, size), (other_kind, other_size) = _measure(unit), _measure(other_unit)
+        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees of any scale
+        return (kind == other_kind or is_degree) and near(a * size, b * other_size)
     a_share = a / 100 if unit == "%" else a
     b_share = b / 100 if other_unit == "%" else b
     return near(a, b) or near(a_share, b_share)

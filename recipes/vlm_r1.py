@@ -6,7 +6,6 @@ Solutions and answers are lists in Qwen2.5-VL's format, which may be empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
 """
 
-import json
 from itertools import product
 
 from minivlmrl.data import boxes
@@ -95,14 +94,14 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labeled boxes, which may be in a code fence. Return [] for any other text."""
+    """Parse a list of labeled boxes, which may be inside markup, or one labeled box. Return [] for any other text."""
     try:
         objects = []
-        for item in json.loads(boxes.unfenced(text)):
+        for item in boxes.json_items(text):
             corners = map(float, boxes.value_of(item))
             objects.append((item["label"].strip().casefold(), Box(*corners, extent)))
         return objects
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return []
 
 

@@ -4,7 +4,6 @@ A box has two corners, top left and bottom right, in continuous coordinates: x r
 box around a single pixel has a width of x2 - x1 = 1.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +13,8 @@ from typing import TypeVar, get_args
 import numpy as np
 
 from minivlmrl.config.types import BoxSpace, Plain
+from minivlmrl.data.markup import PLAIN_SIGNS, read_json, unwrap
 from minivlmrl.errors import optional_dependency
-from minivlmrl.json_files import unique_keys
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
@@ -30,7 +29,6 @@ GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
 MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
 KEYS = ("bbox_2d", "bbox", "Position")  # keys under which a JSON object can hold its box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
-FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,7 @@ def match(
 
 def says_none(text: str) -> bool:
     """Return True if an answer says that there is no object: [], None or No such object."""
-    return unfenced(text).casefold() in ("[]", "none", "no such object")
-
-
-def unfenced(text: str) -> str:
-    """Remove the Markdown code fence around a text, and a final period."""
-    fenced = FENCED.fullmatch(text.strip())
-    return (fenced[1] if fenced else text).strip().removesuffix(".")
+    return unwrap(text.translate(PLAIN_SIGNS)).casefold() in ("[]", "none", "no such object")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
@@ -135,7 +127,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         1 2 5 6                                      one box, with or without commas
         <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without an object name
 
-    A box may be inside a Markdown code fence, or end with a period.
+    A box may be inside Markdown or LaTeX, such as a code fence, or end with a period.
 
     Returns:
         (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image;
@@ -144,10 +136,12 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
     Source: Qwen2.5-VL's cookbook uses the JSON key "bbox_2d" for bounding boxes.
     """
-    text = unfenced(QWEN2.sub(" ", text))
+    text = QWEN2.sub(" ", text)
     try:
-        groups = _groups_in_json(text)
-    except (ValueError, RecursionError):
+        items = json_items(text)
+        groups = [value_of(item) if isinstance(item, dict) else item for item in items]
+    except ValueError:
+        text = unwrap(text.translate(PLAIN_SIGNS))
         numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
         groups = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     for group in groups:
@@ -157,13 +151,11 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     return [(x1, y1, x2, y2) for x1, y1, x2, y2 in groups]
 
 
-def _groups_in_json(text: str) -> list[Plain]:
-    if '"' not in text:
-        text = text.replace("'", '"')  # Python writes single quotes
-    value = json.loads(text, parse_int=float, object_pairs_hook=unique_keys)
+def json_items(text: str) -> list[Plain]:
+    """Return the objects and lists in a JSON list, or a list with the value of other JSON."""
+    value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
-    items = value if is_several else [value]
-    return [value_of(item) if isinstance(item, dict) else item for item in items]
+    return value if is_several else [value]
 
 
 def value_of(item: dict) -> Plain:

@@ -9,6 +9,7 @@ the answer or in the solution, whichever is larger, so that missing and extra bo
 
 import json
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from minivlmrl.data import boxes
@@ -23,6 +24,7 @@ NO_BOX = "no box was found in the answer"
 NO_SOLUTION_BOX = (
     "is not a box; the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of boxes, or [] for no object"
 )
+HAS_OBJECT = "the answer says that there is no object, but the solution has a box"
 NO_OBJECT = "the object is not in the image, so the answer should be [] or None"
 
 
@@ -64,15 +66,22 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
     return score_boxes(share_of_hits, answer_texts, solution, image_sizes, answer_extents, log_extra)
 
 
-def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
+def box_format(
+    completions: list[str],
+    answer_extents: Extents,
+    solution: list | None = None,
+    log_extra: LogExtra | None = None,
+    **columns,
+) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    The answers "[]", "None" and "No such object" get 1.0. A row without an image does not get a reward (None).
+    The answers "[]", "None" and "No such object" get 1.0 unless the row's solution, if there is one, contains a box. A
+    row without an image does not get a reward (None).
     """
     values = []
     reasons = []
-    for completion, extent in zip(completions, answer_extents, strict=True):
-        reason = NO_IMAGE if extent is None else box_format_error(completion, extent)
+    for completion, extent, truth in zip(completions, answer_extents, solution or repeat(None), strict=False):
+        reason = NO_IMAGE if extent is None else box_format_error(completion, extent, truth)
         reasons.append(reason)
         values.append(None if extent is None else float(reason is None))
     if log_extra is not None:
@@ -80,14 +89,16 @@ def box_format(completions: list[str], answer_extents: Extents, log_extra: LogEx
     return values
 
 
-def box_format_error(completion: str, extent: tuple[float, float]) -> str | None:
+def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
     """Explain why the reward box_format gives 0 to a completion; return None if the reward is 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
     predicted = read_boxes(completion, extent)
-    if not predicted and not boxes.says_none(find_answer(completion) or ""):
-        return NO_BOX
+    if not predicted:
+        if not boxes.says_none(find_answer(completion) or ""):
+            return NO_BOX
+        return HAS_OBJECT if read_boxes(solution_boxes(solution), extent) else None
     for label, box in predicted:
         text = box_texts([(label, box)])
         if not box.valid:
@@ -119,6 +130,12 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
+def solution_boxes(solution: Any) -> str:
+    """Return the text with the boxes of a solution: the text itself, the text in its <answer> tags, or JSON."""
+    text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
+    return find_answer(text) or text
+
+
 def score_boxes(
     measure: Callable[[Objects, Objects], float],
     answer_texts: list,
@@ -144,9 +161,8 @@ def score_boxes(
         if solution is None or size is None or extent is None:
             scored.append((None, NO_SOLUTION if solution is None else NO_IMAGE))
             continue
-        text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
-        truth = find_answer(text) or text
-        if not text.strip() or boxes.says_none(truth):
+        truth = solution_boxes(solution)
+        if not truth.strip() or boxes.says_none(truth):
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue

@@ -17,10 +17,9 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
+from minivlmrl.data.markup import PLAIN_SIGNS, read_json
 from minivlmrl.errors import truncate
 
-# full-width characters, as Chinese and Japanese keyboards write them, and the plain characters with the same meaning
-PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | {ord("。"): ".", ord("｡"): ".", 0x3000: " "}
 LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -62,7 +61,8 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    The comparison ignores case, repeated whitespace and final periods. A row without a solution gives None.
+    The comparison ignores case, repeated whitespace and final periods. If both texts are JSON objects or lists, their
+    values are compared. A row without a solution gives None.
 
     Raises:
         ValueError: a solution is an object, or a list with elements other than numbers.
@@ -72,18 +72,28 @@ def accuracy(
     for answer, truth in zip(answer_texts, solution, strict=True):
         expected = normalize(solution_text(truth))
         found = None if answer is None else normalize(answer)
-        rewards.append(float(found == expected) if expected else None)
+        is_right = found == expected or (found is not None and same_json(found, expected))
+        rewards.append(float(is_right) if expected else None)
         if not expected:
             reasons.append(NO_SOLUTION)
         elif found is None:
             reasons.append(NO_ANSWER)
-        elif found != expected:
+        elif not is_right:
             reasons.append(f"the answer is {truncate(found, 200)}, not {truncate(expected, 200)}")
         else:
             reasons.append(None)
     if log_extra is not None:
         log_extra("why", reasons)
     return rewards
+
+
+def same_json(answer: str, expected: str) -> bool:
+    """Return True if two texts are equal JSON objects or lists, for example with another order of keys."""
+    try:
+        value = read_json(expected)
+        return isinstance(value, dict | list) and read_json(answer) == value
+    except ValueError:
+        return False
 
 
 def solution_text(solution: Any) -> str:
@@ -138,8 +148,8 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width characters become plain
-    characters.
+    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width and typographic characters
+    become plain characters.
     """
     answer = last_answer(text)
     words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()

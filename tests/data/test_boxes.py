@@ -101,6 +101,12 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
     ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
     ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
+    # in markup, in single quotes, or from another keyboard
+    ("```JSON\n[1, 2, 5, 6]\n```", [BOX]), ('"1 2 5 6"', [BOX]), ("**[1, 2, 5, 6]**", [BOX]),
+    ("$\\boxed{[1, 2, 5, 6]}$", [BOX]), ("Answer: `[1, 2, 5, 6]`", [BOX]), ("１ ２ ５ ６", [BOX]),
+    ("［1，2，5，6］", [BOX]), ("[−1, –1, 5, 6]", [(-1.0, -1.0, 5.0, 6.0)]),
+    ("{'bbox_2d': [1, 2, 5, 6], 'label': \"cat's\"}", [BOX]),
+    ('{"bbox_2d": [1, 2, 5, 6], "label": "a “red” cat"}', [BOX]),
     # pairs of corners
     ("(1, 2), (5, 6)", [BOX]),
     ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
@@ -118,12 +124,12 @@ def test_parse_boxes(text, expected):
 
 
 @pytest.mark.parametrize("text", [
-    "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
+    "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", "```", "```json\n```",
     # too many or too few numbers
     "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
     # values that are not finite numbers
     "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',
-    "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "１ ２ ５ ６", "1，2，5，6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
+    "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
     # broken JSON, or boxes within other text
     '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "[1, 2, 5, 6", '{"point_2d": [1, 2]}',
     '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]',

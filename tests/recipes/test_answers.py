@@ -23,6 +23,35 @@ def test_right_answers_earn_and_hacks_do_not(reward):
     assert wrong == []
 
 
+QUOTES = ['"{}"', "'{}'", "“{}”"]
+FORMS = [  # markup and words around an answer that every reward but accuracy ignores
+    "{}.", "**{}**", "__{}__", "*{}*", "`{}`", *QUOTES, "「{}」", "${}$", "$${}$$", r"\({}\)", r"\[{}\]",
+    r"\boxed{{{}}}", r"$\boxed{{{}}}$.", r"\fbox{{{}}}", r"\textbf{{{}}}", "```\n{}\n```", "```JSON\n{}\n```",
+    "Answer: {}", "**Answer:** {}", "**Answer: {}**", "Answer: **{}**", "The final answer is: {}.",
+    r"The answer is $\boxed{{{}}}$",
+    "答案：{}", "<answer>{}</answer>",
+]  # fmt: skip
+CAT = '[{"bbox_2d": [0, 0, 2, 2], "label": "cat"}]'
+RIGHT = [
+    (NUMBER, "3"), (CHOICE, "B"), (YES_NO, "yes"), (CLASS, "frilly"), (f"{CLASS}(classes=['frilly'])", "frilly"),
+    (MATH, r"\frac{1}{2}"), ("iou", "[0, 0, 2, 2]"), ("iou", CAT), ("iou", "None"),
+    *[(f"{ROOT}/recipes/vlm_r1.py:{name}", CAT) for name in ("detection", "ap_50", "weighted_sum")],
+    (f"{ROOT}/recipes/vlm_r1.py:detection", CAT.replace('"', "'")), ("accuracy", '{"b": [1, "x"], "a": 2}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reward", "right"), RIGHT)
+def test_every_reward_reads_the_same_forms(reward, right):
+    if reward == MATH:
+        pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
+    has_quotes = '"' in right or "'" in right
+    texts = [form.format(right) for form in FORMS if not has_quotes or form not in QUOTES]
+    columns = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)], "solution": [right]}
+    columns = {name: values * len(texts) for name, values in columns.items()}
+    earned = score_texts([reward], texts, columns, "whole")[:, 0].tolist()
+    assert [text for text, value in zip(texts, earned, strict=True) if value < 1] == []
+
+
 @pytest.mark.parametrize("reward", [NUMBER, CHOICE, YES_NO, f"{CLASS}(classes={CLASSES!r})", MATH])
 def test_without_solution_or_answer(reward):
     if reward == MATH:

@@ -71,7 +71,7 @@ HACKS = {
     say("0.2 0.2 0.4 0.6"): (0, 0, 1),  # unit
     # answers without numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("[]"): (0, 0, 1),  # "no such object"
+    say("[]"): NOTHING,  # "no such object"
     say(f"The cat is at [{RIGHT}]"): NOTHING,
     # answers with several boxes
     say(js(RIGHT, WRONG)): (0.5, 0.5, 1),
@@ -106,7 +106,7 @@ ANSWERS = {  # boxes of the answer, and their rewards
     "both and a third": ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1)),
     "half of the first, which is an IoU of exactly 0.5": (["20 10 40 20", OTHER], (0.75, 1, 1)),
     "one around both": (["20 0 60 30"], (1 / 6, 0, 1)),
-    "none": ([], (0, 0, 1)),
+    "none": ([], (0, 0, 0)),
 }
 
 
@@ -147,7 +147,7 @@ def test_rows_without_an_object(solution):
 def test_rewards_are_none_without_a_solution_or_size():
     for given in (columns(solution=None), columns(size=None, extent=None)):
         assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5)] == [[None]] * 2
-    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the format does not depend on the solution
+    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the rows may have no solution
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
@@ -163,8 +163,10 @@ REASONS = {
     "40 30 20 10": (BOXES.format("[80, 60, 40, 20]"), "the box [40, 30, 20, 10] does not have x2 > x1 and y2 > y1"),
     js(*[RIGHT] * 5): (BOXES.format("[40, 20, 80, 60], [40, 20, 80, 60], [40, 20, 80, 60] and 2 more"), None),
     "left": ("no box was found in the answer", "no box was found in the answer"),
-    "[]": ("no box was found in the answer", None),
-}
+    "[]": (
+        "no box was found in the answer", "the answer says that there is no object, but the solution has a box"
+    ),
+}  # fmt: skip
 
 
 def test_box_rewards_give_a_reason():

@@ -1,0 +1,68 @@
+"""Forms in which an answer can be written: other keyboards, Markdown, LaTeX, quotes, code fences and JSON."""
+
+import json
+import re
+from functools import partial
+
+from minivlmrl.json_files import parse_json, unique_keys
+
+# full-width and typographic characters, and the plain characters with the same meaning
+PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
+# markup around a whole answer; the longer of two equal beginnings comes first
+WRAPPERS = (
+    *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
+    *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],
+    *[(f"\\math{font}{{", "}") for font in ("bf", "it", "rm", "sf", "tt")],
+    ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("<answer>", "</answer>"),
+    ("```", "```"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"),
+    ('"', '"'), ("'", "'"), ("“", "”"), ("「", "」"),
+)  # fmt: skip
+FENCED = re.compile(r"```(?:json|text|plaintext|python|markdown|latex)?\s(.*)```", re.DOTALL | re.IGNORECASE)
+LEAD = re.compile(
+    r"[*_]*(?:the |my )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)[*_]*\s*"
+    r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
+    re.IGNORECASE,
+)
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # closing quotes may be missing
+
+
+def unwrap(text: str) -> str:
+    """Remove markup and words around an answer: "The answer is: $\\boxed{3}$." becomes "3"."""
+    for _ in range(6):
+        before = text
+        text = text.strip().removesuffix(".").strip()
+        if match := FENCED.fullmatch(text):
+            text = match[1].strip()
+        for start, end in WRAPPERS:
+            inside = text[len(start) : -len(end)]
+            if text == start + inside + end and inside and (start != end or end not in inside):
+                text = inside.strip()
+                break
+        if match := LEAD.match(text):
+            text = text[match.end() :].strip()
+        if text == before:
+            break
+    return text
+
+
+def read_json(text: str, **options):
+    """Parse an answer that is JSON, or a Python literal with single quotes, inside markup or not.
+
+    Args:
+        options: arguments for json.loads.
+
+    Raises:
+        ValueError: the text is not JSON, or an object has a key twice.
+    """
+    decode = partial(json.loads, object_pairs_hook=unique_keys, **options)
+    text = unwrap(text)
+    try:
+        return parse_json(text, decode)
+    except ValueError:
+        return parse_json(QUOTED.sub(_double_quoted, text.translate(PLAIN_SIGNS)), decode)
+
+
+def _double_quoted(match: re.Match) -> str:
+    if match[1]:
+        return match[1]
+    return '"' + match[2].replace("\\'", "'").replace('"', '\\"') + '"'
