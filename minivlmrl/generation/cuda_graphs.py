@@ -1,11 +1,8 @@
-"""Capture the decode step as a CUDA graph, so that the CPU launches only one graph per token.
+"""Capture the decode step as a CUDA graph: one launch per token.
 
-Without a CUDA graph, the GPU waits for the CPU, because a decode step with 36 layers launches more than a thousand
-kernels. A CUDA graph needs a single launch, and runs the same kernels on the same memory addresses every time. A CUDA
-graph needs tensors of constant size: finished completions stay in the batch, and unused keys and values are masked.
-
-Sampling uses the same random numbers with and without a CUDA graph. The logits with and without a CUDA graph may differ
-by rounding errors.
+A decode step of 36 layers launches over a thousand kernels, so the GPU waits for the CPU. A graph is one launch of the
+same kernels on the same addresses, so tensors have a constant size: finished completions stay in the batch, and unused
+keys are masked. Random numbers are the same as without a graph; logits may differ by rounding.
 """
 
 from functools import cache
@@ -18,34 +15,34 @@ from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
-HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
-# Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
+HEADROOM = 2**30  # GPU bytes that a capture may request from the driver
+# initial key and value buffers, in tokens per completion; doubled when full
 KEYS = 256
-# All CUDA graphs are captured on one stream, because every additional stream would need its own workspaces.
+# one stream for all captures: each stream has its own workspaces
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """Attention for decoding in a CUDA graph, whose tensors must stay at the same memory addresses."""
+    """Attention for decoding in a CUDA graph, with tensors at constant addresses."""
 
     check_every = 16
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # the longest completion's token count, counted on the host
+        self.longest = 0  # longest completion in tokens, counted on the host
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Do nothing: finished rows stay in the batch, because a CUDA graph needs tensors of constant size."""
+        """Keep finished rows: tensors have a constant size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # Buffers are enlarged layer by layer, so that only one layer's buffers are in memory twice.
+            # layer by layer: only one layer is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -60,7 +57,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """Run the decode steps of one rollout as a CUDA graph; on a CPU, run them without a graph."""
+    """Run the decode steps of a rollout as a CUDA graph, on a CPU without one."""
 
     attention_type = StaticDecodeAttention
 
@@ -69,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # different prompts or longer buffers have different memory addresses, and need a new CUDA graph
+        # other prompts or longer buffers: other addresses, new graph
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -79,7 +76,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # The first step is not captured, because kernels allocate workspaces at their first use.
+        # first step without a graph: kernels allocate workspaces at first use
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -90,14 +87,14 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # torch.cuda.graph would empty PyTorch's memory cache before each capture, which takes up to 0.4 s.
+        # not torch.cuda.graph: it empties the memory cache, up to 0.4 s
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # With thread_local, other threads may use the GPU during a capture, for example to load images.
+            # thread_local: other threads may use the GPU, for example to load images
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

@@ -1,7 +1,4 @@
-"""Apply the options repetition_penalty, temperature, top_k, top_p and min_p to the next token's logits.
-
-docs/developer_guide.md explains how to add a sampling filter.
-"""
+"""Apply repetition_penalty, temperature, top_k, top_p and min_p to logits; docs/developer_guide.md adds a filter."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,24 +10,24 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """Logits processor that applies a recipe's filters to one batch.
+    """Logits processor with the filters of a recipe, for one batch.
 
     Args:
-        prompts: each prompt's token ids, (P,) int64. The repetition penalty applies to them.
-        num_generations: number of completions per prompt.
+        prompts: (P,) int64 token ids per prompt, for the repetition penalty.
+        num_generations: completions per prompt.
     """
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # the ids that the filters kept, for each token of each row
+        # ids kept by filters, per token and row
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
         # (R, V) bool, True if the token id occurs in the row's prompt or completion
         self.seen: Tensor | None = None
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute scores (r, V) whose softmax is each row's next-token distribution."""
+        """Compute scores (r, V), whose softmax is the next-token distribution."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
@@ -47,31 +44,28 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that top_k, top_p and min_p kept for each token; training's softmax covers only these ids."""
+        """Store the ids that top_k, top_p and min_p kept, the support of the softmax in training."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # A row may stay in the batch after its completion has ended; cut off the ids of the later steps.
+            # rows may stay in the batch after their end
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add each row's new token, ids (r,), to the tokens that the repetition penalty applies to."""
+        """Add new tokens, ids (r,), for the repetition penalty."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
-    """Apply the repetition penalty, the temperature, and then top_k, top_p and min_p.
-
-    With a temperature of 0, only the repetition penalty is applied. The scores equal those in transformers' generate.
+    """Apply repetition penalty, temperature, then top_k, top_p and min_p; at temperature 0, the penalty only.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, True for the ids in the prompt and in the completion so far. The repetition penalty applies
-            to these ids. If None, no penalty is applied.
+        seen: (r, V) bool, True for ids of prompt and completion so far; None = no penalty.
     Returns:
-        Scores (r, V), which are -inf for removed tokens.
+        Scores (r, V) as in transformers' generate, -inf for removed tokens.
     """
     scores = logits
     penalty = sampling.repetition_penalty
@@ -82,13 +76,13 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        # each row's top_k largest scores, in descending order
+        # largest scores, descending
         largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values
         scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:
         ascending, order = scores.sort(dim=-1)
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop[:, -1] = False  # the likeliest token is never removed
+        drop[:, -1] = False  # never the likeliest token
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)

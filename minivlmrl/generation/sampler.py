@@ -1,4 +1,4 @@
-"""Sample completions with a recipe's options, for example with stop strings, sharded weights or CUDA graphs."""
+"""Sample completions with the options of a recipe: stop strings, sharded weights, CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -28,17 +28,15 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 
 
 class Sampler:
-    """Sample completions with the options in a recipe's section `sampling`.
+    """Sample completions with the options of section `sampling`.
 
-    To add a sampling engine, subclass Sampler; see extras/vllm.py and docs/developer_guide.md.
+    Other engines are subclasses: extras/vllm.py, docs/developer_guide.md.
 
     Args:
-        processor: the policy's processor, with the tokenizer and the default stop tokens.
-        world: the run's ranks; defaults to this process only, on the model's device.
-        gather_weights: whether to gather all sharded weights before a rollout; see rollout_weights in
-            distributed/weights.py.
-        keeps_vision: whether to store image embeddings in the prompts, so that the reference and the training step can
-            reuse them. This is only valid for a frozen vision tower.
+        processor: tokenizer and default stop tokens.
+        world: ranks of the run, default: this process, on the model's device.
+        gather_weights: gather sharded weights before a rollout; see rollout_weights in distributed/weights.py.
+        keeps_vision: keep image embeddings in the prompts, for reference and training step; for a frozen tower only.
     """
 
     def __init__(
@@ -54,22 +52,22 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # device on which the model computes; offloaded weights are on another device
+        # compute device, not that of offloaded weights
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # function that is called with the row indices (r,) and the ids (r,) of new tokens, for example to print them
+        # called with row indices (r,) and new ids (r,), for example to print them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
-        self.filters: Filters | None = None  # filters and stop strings for the current call
+        self.filters: Filters | None = None  # of the current call
         self.stop_strings: StopStrings | None = None
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Sample a list of num_generations completions for each prompt. All ranks must call this method.
+        """Sample num_generations completions per prompt; all ranks must call this.
 
         Args:
-            keys: each prompt's key, from which its random numbers are computed.
+            keys: seeds of the random numbers, per prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -83,7 +81,7 @@ class Sampler:
         return groups
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
-        """Make the function that samples one token per row, with filters and stop strings."""
+        """Make the token sampler, with filters and stop strings."""
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
         longest = max(map(len, ids), default=0)
@@ -124,7 +122,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; in the subclass VLLMSampler, vLLM computes the logits."""
+        """Sample completions with `sample_token`; VLLMSampler lets vLLM compute the logits."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -135,7 +133,7 @@ class Sampler:
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `model`, which is the gathered or the sharded policy."""
+        """Sample completions with `model`, the gathered or sharded policy."""
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         limit = self.sampling.max_new_tokens
@@ -145,7 +143,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the object that runs decode steps, with a CUDA graph if the model allows one."""
+        """Make the decode step, a CUDA graph if the model allows one."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -153,14 +151,14 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record one sampled token per row. Return a bool tensor (r,), True for finished rows.
+        """Record one token per row, and return (r,) bool, True for finished rows.
 
-        `turn_ends` (r,) is True for a stop token. The samplers in extras/agents/ override accept_tokens to run tools.
+        `turn_ends` (r,): True for a stop token. Samplers of extras/agents/ run tools here.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one new token per row. Return a bool tensor (r,), True where the token completes a stop string."""
+        """Record one token per row, and return (r,) bool, True at the end of a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -168,19 +166,19 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # methods that a subclass for a different sampling engine overrides
+    # overridden by other engines
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if the sampling engine cannot run the recipe; called before a model is loaded."""
+        """Raise ValueError if the engine cannot run the recipe; called before loading."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the engine's limit on the tokens of a prompt and its completion together; None if it has no limit."""
+        """Return the maximum length of prompt and completion together, None = no limit."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate the memory that the engine needs only during rollouts, as {name: bytes}."""
+        """Estimate memory during rollouts only, {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -190,16 +188,16 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise ValueError if the engine's log-probabilities differ too much from the policy's.
+        """Raise ValueError if log-probabilities of engine and policy differ too much.
 
         Args:
-            rows: each prompt's row, for error messages.
-            max_logp_mismatch: multiplies the largest difference that is accepted.
+            rows: row per prompt, for error messages.
+            max_logp_mismatch: factor of the accepted difference.
         """
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Return the sampler class that sampling.engine names."""
+    """Return the class that sampling.engine names."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options:
@@ -208,7 +206,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise ValueError if an engine returned the wrong number of completions, or log-probabilities that are NaN."""
+    """Raise ValueError for a wrong number of completions, or NaN log-probabilities."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise ValueError(
@@ -221,12 +219,12 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return True if decode steps can be captured as a CUDA graph."""
-    # A CUDA graph cannot gather FSDP's layers.
+    # FSDP's layers cannot be gathered in a graph
     return sampling.cuda_graph == "auto" and not by_layer and family_of(model).in_cuda_graphs
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Store each prompt's image embeddings in the prompt, so that later forward passes skip the vision tower."""
+    """Keep image embeddings in the prompts: later forward passes skip the vision tower."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):
