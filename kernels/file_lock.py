@@ -20,5 +20,8 @@ def lock_file(file: IO, wait: bool) -> None:
     elif not wait:
         import msvcrt
 
-        # pyright's error is ignored, because pyright on Linux does not find the functions in msvcrt
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            # pyright's error is ignored, because pyright on Linux does not find the functions in msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
+        except OSError as error:  # PermissionError or EDEADLK
+            raise BlockingIOError(*error.args) from error

@@ -69,7 +69,7 @@ class MetricsLog(ExitStack):
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, self.state, resumed)
-            self.files[name] = self.enter_context(path.open("ab"))
+            self.files[name] = self.enter_context(path.open("ab", buffering=0))
         for name, line in self.state.last_lines.items():
             if name in self.files and not Path(config.output_dir, name).read_bytes().endswith(encode(line)):
                 print(f"{name}: the line of {line['stage']} step {line['step']} was missing, and is added", flush=True)
@@ -89,8 +89,9 @@ class MetricsLog(ExitStack):
             return False
 
     def write(self, name: str, line: dict):
-        self.files[name].write(encode(line))
-        self.files[name].flush()
+        rest = encode(line)
+        while rest:  # unbuffered, so that closing the file on a full disk does not fail once more
+            rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):

@@ -1,13 +1,27 @@
 """Test that all ranks of a run share its folder; test_checkpoints.py tests that two runs do not."""
 
+import errno
 import os
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.run.lock import locked
 from tests.helpers.children import fork_ranks
+from tests.helpers.stages import ONE
+
+
+def test_windows_says_that_another_run_has_the_lock(tmp_path, monkeypatch):
+    def locking(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    with pytest.raises(ValueError, match="another run is writing into"), locked(tmp_path / "run", ONE):
+        pass
 
 
 def test_hosts_must_share_output_dir(tmp_path):

@@ -46,6 +46,13 @@ def test_the_line_of_a_step_that_an_error_left_out_is_added(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "timings.jsonl").read_bytes()
 
 
+def test_a_full_disk_is_told_once(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"), open_log(tmp_path) as log:
+        begin(log, "sft", 1).step(0, {"loss": 1.0}, STEP)
+    assert "closing failed" not in capsys.readouterr().err
+
+
 IDS = torch.zeros(3, dtype=torch.long)
 GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None, groups=())
