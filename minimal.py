@@ -14,7 +14,8 @@ On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, a
 needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
 
 Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
-and returns B. Each page of docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO
+and returns B. The whole method ends at the line "# ==== You have read it all"; the rest reads and
+writes files. Each page of docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO
 changes. The package, minivlmrl/, takes the same steps faster and with less memory, and also has
 LoRA, several GPUs, videos, conversations and resume; README.md names its files.
 """
@@ -23,15 +24,16 @@ import argparse
 import copy
 import json
 import math
-import os
 import random
 import re
+import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import unicodedata
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +55,6 @@ from torch.utils.checkpoint import checkpoint
 # 3 channels x 2 frames x 14 x 14 pixels.
 
 
-class InputError(ValueError):
-    """A file, a row or an option that minimal.py cannot use; its message is printed alone."""
-
-
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
 MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green and blue in CLIP's images
@@ -64,17 +62,11 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 
 
 def load_image(file) -> PIL.Image.Image:
-    """Open an image in RGB, apply its EXIF rotation, and replace transparency with white."""
-    image = file
-    if not isinstance(file, PIL.Image.Image):  # the built-in task draws its images
-        try:
-            image = PIL.Image.open(file)
-            image.load()
-        except OSError as error:
-            raise InputError(f"{file} cannot be read as an image: {error}") from error
-    if image.mode[0] in "IF":  # 16 or 32 bits, of which Pillow would make nearly all white or black
-        raise InputError(f"{file}: save the image with 8 bits per color")
-    image = PIL.ImageOps.exif_transpose(image)
+    """Read an image in RGB, apply its EXIF rotation, and replace transparency with white."""
+    try:
+        image = PIL.ImageOps.exif_transpose(open_image(file))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read as an image: {error}") from error
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
@@ -221,12 +213,20 @@ def make_prompt(model, row) -> Prompt:
         images.append((patches.to(device), h, w))
         grids.append((h // merge, w // merge))
     image_lengths = [rows * columns for rows, columns in grids]
-    ids = render(model.tokenizer, row["problem"], image_lengths)
+    problem = model.template.replace("{problem}", row["problem"])
+    ids = render(model.tokenizer, problem, image_lengths)
     positions = mrope_positions(ids, grids, model.config["image_token_id"])
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
 
 # ---- What the vision tower and the language model share; modules have the names of the checkpoints
+
+
+def run(layer, x, *arguments):
+    """Run a layer. On a GPU, keep only its inputs for the backward pass, which runs it again."""
+    if x.is_cuda and torch.is_grad_enabled():
+        return checkpoint(layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return layer(x, *arguments)
 
 
 class MLP(nn.Module):
@@ -330,7 +330,7 @@ class Vision(nn.Module):
 
         for i, block in enumerate(self.blocks):
             sees_all = i in self.config["fullatt_block_indexes"]
-            x = block(x, angles, None if sees_all else same_window)
+            x = run(block, x, angles, None if sees_all else same_window)
         x = self.merger["ln_q"](x)
         x = x.view(h * w // merge**2, -1)  # (P / 4, 4 * width)
         return self.merger["mlp"](x)
@@ -380,9 +380,10 @@ class Layer(nn.Module):
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
-        # `load` adds three attributes: tokenizer, folder, and pixels, the smallest and the largest
-        # area of an image.
+        # `load` adds the tokenizer, and `files`, the contents of the folder's other files.
         self.config = config
+        self.pixels = 0, math.inf  # smallest and largest area of an image
+        self.template = "{problem}"  # what surrounds each question
         self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
         layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
@@ -419,18 +420,30 @@ class QwenVL(nn.Module):
         new_cache = []
         for i, layer in enumerate(self.model["layers"]):
             past = cache[i] if cache else None
-            x, keys_and_values = layer(x, angles, mask, past)
+            x, keys_and_values = run(layer, x, angles, mask, past)
             new_cache.append(keys_and_values)
         return self.model["norm"](x), new_cache
 
 
 # ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
 
-# A decorator: on a GPU, products are computed in bfloat16, and log_softmax in float32. Weights stay
-# float32, because bfloat16 has 8 significant bits and rounds most updates at a learning rate of
-# 1e-6 to nothing.
-HAS_GPU = torch.cuda.is_available()
-in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=HAS_GPU)
+# H100, H200, B200: PyTorch would take cuDNN's attention, whose gradients can be NaN with a mask
+# (pytorch 196678), and which plans anew for each number of keys, so for each sampled token.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def in_bfloat16(function):
+    """On a GPU, compute products in bfloat16, and log_softmax in float32.
+
+    Weights stay float32: bfloat16 has 8 significant bits, and would round most updates to nothing.
+    """
+
+    @wraps(function)
+    def in_context(model, prompt, *arguments, **options):
+        with torch.autocast("cuda", torch.bfloat16, enabled=prompt.ids.is_cuda):
+            return function(model, prompt, *arguments, **options)
+
+    return in_context
 
 
 @in_bfloat16
@@ -508,12 +521,11 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 # The model is also called the policy, and pi(o) is its probability of a completion o. The gradient
 # of the expected reward is the mean of reward * grad log pi(o) over completions that the policy
-# sampled. The mean of grad log pi(o) alone is 0, because all probabilities add up to 1. So a number
-# may be subtracted from all rewards: the gradient stays right on average, and with the mean reward
-# of the group, it is far less noisy. So GRPO is SFT on sampled completions, each weighted by its
-# advantage A: how far its reward is above the mean of its group, in standard deviations. (The group
-# is finite, and its deviation scales the gradient of each prompt.) Equal rewards teach nothing: A
-# is 0.
+# sampled (docs/policy_gradients.md has five lines of proof). The mean of grad log pi(o) alone is 0,
+# because all probabilities add up to 1. So a number may be subtracted from all rewards: with the
+# mean reward of the group, the gradient stays right on average, and is far less noisy. So GRPO is
+# SFT on sampled completions, each weighted by its advantage A: how far its reward is above the mean
+# of its group, in standard deviations. Equal rewards teach nothing: A is 0.
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 # The question must ask for this form: a model that never writes it earns 0, and learns nothing.
@@ -696,10 +708,9 @@ def make_reference(model) -> QwenVL:
     are multiplied in bfloat16 anyway, so the log-probabilities are the same.
     """
     reference = copy.deepcopy(model).requires_grad_(False)
-    if HAS_GPU and model.lm_head.weight.is_cuda:
-        for module in reference.modules():
-            if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
+    for module in reference.modules():
+        if isinstance(module, nn.Linear) and module.weight.is_cuda:
+            module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
     return reference
 
 
@@ -740,6 +751,9 @@ def train(model, rows, stage, options):
         report(stage, step + 1, options.max_steps, metrics)
 
 
+# ==== You have read it all, from an image to an optimizer step. The rest prints metrics, reads and
+# writes files, draws the built-in task, and parses the command line.
+
 NO_REWARD = """All completions of the first step earned 0. A completion earns a reward if it has the
 form <think>...</think><answer>...</answer>. If the next steps earn 0, teach the form first: stop
 with Ctrl-C, and run --sft on rows with "completion", for example
@@ -762,10 +776,24 @@ def report(stage, step, max_steps, metrics):
         print(NO_REWARD, flush=True)
 
 
-# ---- Folder in Hugging Face's format -> model with tokenizer, and back (files and their checks;
-# a first reading may go on with the built-in task)
+# ---- Folder in Hugging Face's format -> model with tokenizer, and back
 
-# Values that transformers leaves out of a saved vision_config, because they are its defaults
+
+class InputError(ValueError):
+    """A file, a row or an option that minimal.py cannot use; its message is printed alone."""
+
+
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
+
+
+# files that a trained model keeps from its folder
+SETTINGS = re.compile(
+    r"((generation_|tokenizer_|(video_)?(pre)?processor_)?config|tokenizer|vocab|added_tokens"
+    r"|special_tokens_map|chat_template)\.json|merges\.txt|chat_template\.jinja"
+)
+# values that transformers leaves out of a saved vision_config, because they are its defaults
 VISION_DEFAULTS = {
     "depth": 32,
     "hidden_size": 3584,
@@ -777,8 +805,7 @@ VISION_DEFAULTS = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# Settings of a model or of its images, and the only values that minimal.py computes. With another
-# value in the folder, it would train another model, so `refuse_other` ends the run.
+# settings of a model or its images; with other values, minimal.py would train another model
 ONLY = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -793,11 +820,23 @@ ONLY = {
     "do_rescale": True,
     "rescale_factor": 1 / 255,
     "do_normalize": True,
-    "image_mean": MEAN.tolist(),
-    "image_std": STD.tolist(),
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-# Prefixes of control tokens; if a user writes such a token in a question, it is ordinary text.
+# prefixes of control tokens; in a question, such a token is ordinary text
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
+
+
+def read_settings(folder) -> dict[str, bytes]:
+    """Read the files that SETTINGS names. Links may lead into the folder or to the Hub's blobs."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        if SETTINGS.fullmatch(file.name):
+            target = file.resolve()
+            is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
+            require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
+            files[file.name] = file.read_bytes()
+    return files
 
 
 def read_json(file):
@@ -815,19 +854,16 @@ def refuse_other(file, settings, **sizes):
     """Raise InputError if a file has a setting with another value than ONLY or `sizes`."""
     for key, value in {**ONLY, **sizes}.items():
         found = settings.get(key)
-        if found is None or found == value:
-            continue
-        if isinstance(value, float | list) and np.array_equal(np.float32(found), np.float32(value)):
-            continue
-        raise InputError(f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
+        is_same = found is None or found == value
+        require(is_same, f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
 
 
 def read_config(folder) -> dict:
     """Read config.json. transformers 5 writes the language model's options into text_config."""
     file = Path(folder, "config.json")
     config = read_json(file)
-    if config.get("model_type") != "qwen2_5_vl":
-        raise InputError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
+    is_qwen = config.get("model_type") == "qwen2_5_vl"
+    require(is_qwen, f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
     known = {key: value for key, value in config.items() if value is not None}
     config = {**config.get("text_config", {}), **known}
     vision = {**VISION_DEFAULTS, **config["vision_config"]}
@@ -839,30 +875,38 @@ def read_config(folder) -> dict:
     config["mrope_section"] = rope["mrope_section"]
     config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
     kind = rope.get("rope_type", rope.get("type"))
-    if kind not in ("default", "mrope"):
-        raise InputError(f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
+    is_plain = kind in ("default", "mrope")
+    require(is_plain, f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
     frequency_count = config["hidden_size"] // config["num_attention_heads"] // 2
-    if sum(rope["mrope_section"]) != frequency_count:
-        raise InputError(f"{file}: the sum of mrope_section must be {frequency_count}")
+    is_whole = sum(rope["mrope_section"]) == frequency_count
+    require(is_whole, f"{file}: the sum of mrope_section must be {frequency_count}")
     return config
 
 
-def read_pixels(folder, vision, max_pixels) -> tuple[int, int]:
-    """Return the smallest and the largest area of an image in pixels."""
-    file = folder / "preprocessor_config.json"
-    if file.exists():
-        settings = read_json(file)
-    else:  # transformers 5
-        file = folder / "processor_config.json"
-        settings = read_json(file)["image_processor"]
-    merge = vision["spatial_merge_size"]
-    refuse_other(file, settings, patch_size=vision["patch_size"], merge_size=merge)
-    size = settings.get("size") or {}
-    smallest = settings.get("min_pixels") or size["shortest_edge"]
-    largest = max_pixels or settings.get("max_pixels") or size["longest_edge"]
-    if smallest > largest:
-        raise InputError(f"{file}: an image has at least {smallest} pixels, but at most {largest}")
-    return smallest, largest
+def read_pixels(folder, files, vision, max_pixels) -> tuple[int, int]:
+    """Return the smallest and the largest area of an image, and note them in the files.
+
+    So the saved model will see images as large as in training.
+    """
+    pixels = None
+    for name in ("processor_config.json", "preprocessor_config.json"):  # of transformers 5 and 4
+        content = json.loads(files.get(name, "{}"))
+        images = content if name.startswith("pre") else content.get("image_processor")
+        if not images:
+            continue
+        file = folder / name
+        merge = vision["spatial_merge_size"]
+        refuse_other(file, images, patch_size=vision["patch_size"], merge_size=merge)
+        size = images.get("size") or {}
+        low = images.get("min_pixels") or size["shortest_edge"]
+        high = max_pixels or images.get("max_pixels") or size["longest_edge"]
+        require(low <= high, f"{file}: an image has at least {low} pixels, but at most {high}")
+        size = {"shortest_edge": low, "longest_edge": high}
+        images.update(min_pixels=low, max_pixels=high, size=size)
+        files[name] = json.dumps(content, indent=2).encode()
+        pixels = low, high
+    require(pixels, f"{folder}/preprocessor_config.json cannot be read")
+    return pixels
 
 
 def read_weights(folder, device, dtype) -> dict[str, Tensor]:
@@ -891,10 +935,11 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
         is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
         with torch.device("meta"):  # no memory for weights, which the files contain
             model = QwenVL(config)
-        model.pixels = read_pixels(folder, config["vision_config"], max_pixels)
+        model.files = read_settings(folder)
+        vision = config["vision_config"]
+        model.pixels = read_pixels(folder, model.files, vision, max_pixels)
     except KeyError as error:
         raise InputError(f"{folder}: its JSON files have no {error}") from error
-    model.folder = folder
 
     # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
     # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
@@ -903,8 +948,8 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
         token["special"] = token["content"].startswith(STRUCTURE)
     model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
     model.tokenizer.encode_special_tokens = True
-    if model.tokenizer.token_to_id("<|image_pad|>") != config["image_token_id"]:
-        raise InputError(f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
+    has_image = model.tokenizer.token_to_id("<|image_pad|>") == config["image_token_id"]
+    require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
 
     weights = read_weights(folder, device, dtype)
     if is_tied:
@@ -919,37 +964,33 @@ def save(model, folder):
     """Save a model as a folder for transformers, vLLM and train.py. Weights keep their dtype."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in model.folder.iterdir():  # settings and files of the tokenizer
-        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
-            shutil.copy(file, folder)
-
     weights = model.state_dict()
     if model.config["tie_word_embeddings"]:
         del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    config = read_json(folder / "config.json")
+    new = folder / "model.safetensors.new"  # an earlier model stays until this file is complete
+    try:
+        save_file(weights, new, {"format": "pt"})
+    except SafetensorError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(f"{folder}: the model cannot be saved: {error}") from error
+    for name, content in model.files.items():
+        (folder / name).write_bytes(content)
+    config = json.loads(model.files["config.json"])
     config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
     config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
-
-    # The saved model must see images as large as those that it was trained on.
-    smallest, largest = model.pixels
-    for file in (folder / "preprocessor_config.json", folder / "processor_config.json"):
-        settings = read_json(file) if file.exists() else {}
-        images = settings.get("image_processor", settings)
-        if "patch_size" in images:
-            images["min_pixels"] = smallest
-            images["max_pixels"] = largest
-            images["size"] = {"shortest_edge": smallest, "longest_edge": largest}
-            write_json(file, settings)
+    # what train.py and `minivlmrl evaluate` read; JSON is YAML
+    low, high = model.pixels
+    prompt = {"prompt_template": model.template, "min_pixels": low, "max_pixels": high}
+    write_json(folder / "minivlmrl.yaml", {"data": {**prompt, "answer_format": "tags"}})
+    new.replace(folder / "model.safetensors")
 
 
 # ---- File of rows -> rows
 
 ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
 READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
-# With these fields, a row means another prompt than the one that minimal.py would make of it.
+# with these fields, a row means another prompt than minimal.py would make of it
 REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
 
 
@@ -965,53 +1006,47 @@ def is_comparable(solution) -> bool:
 def check_row(row, answers):
     """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
     for field in REFUSED:
-        if row.get(field):
-            raise InputError(f"minimal.py does not read {field!r}; train.py reads such rows")
-    if "image" in row and "images" in row:
-        raise InputError("the row has 'image' and 'images'; leave one of them out")
+        require(not row.get(field), f"minimal.py does not read {field!r}; train.py reads such rows")
     image = "images" if "images" in row else "image"
+    is_one = image == "image" or "image" not in row
+    require(is_one, "the row has 'image' and 'images'; leave one of them out")
     for field in (image, "problem", *answers):
-        if field not in row:
-            raise InputError(f"the row has {[*row]}, but no {field!r}")
-        if field not in (image, "solution") and not isinstance(row[field], str):
-            raise InputError(f"{field!r} is {row[field]!r:.80}, but it must be a text")
-        if field in answers and not str(row[field]).strip():
-            raise InputError(f"{field!r} is empty")
-    if "rejected" in answers and row["chosen"] == row["rejected"]:
-        raise InputError("'chosen' and 'rejected' are equal")
-    if "solution" in answers and not (is_comparable(row["solution"]) and plain(row["solution"])):
-        raise InputError(f"no answer can equal the 'solution' {row['solution']!r:.80}; write text")
+        require(field in row, f"the row has {[*row]}, but no {field!r}")
+        value = row[field]
+        is_text = field in (image, "solution") or isinstance(value, str)
+        require(is_text, f"{field!r} is {value!r:.80}, but it must be a text")
+        require(field not in answers or str(value).strip(), f"{field!r} is empty")
+    if answers == ["solution"]:
+        solution = row["solution"]
+        can_equal = is_comparable(solution) and plain(solution)
+        require(can_equal, f"no answer can equal the 'solution' {solution!r:.80}; write text")
+    if answers == ["chosen", "rejected"]:
+        require(row["chosen"] != row["rejected"], "'chosen' and 'rejected' are equal")
+
+
+def open_image(file) -> PIL.Image.Image:
+    """Open an image file, whose pixels are read later; the built-in task gives images."""
+    image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+    # Pillow would make nearly all pixels of 16 or 32 bits white or black.
+    require(image.mode[0] not in "IF", f"{file}: save the image with 8 bits per color")
+    is_long = max(image.size) > 200 * min(image.size)
+    require(not is_long, f"{file} has {image.size} pixels, but its ratio must be at most 200")
+    return image
 
 
 def find_images(row, folder) -> list[Path]:
     """Return the paths of a row's images."""
     names = row["images"] if "images" in row else [row["image"]]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"'image' must be a path and 'images' a list of paths: {names!r:.80}")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    require(is_list, f"'image' must be a path and 'images' a list of paths: {names!r:.80}")
     paths = [folder / name for name in names]
     for path in paths:
-        if not os.path.isfile(path):
-            raise InputError(f"there is no image file {path}"[:200])
+        open_image(path).close()
     places = row["problem"].count("<image>")
-    if places not in (0, len(paths)):
-        raise InputError(f"'problem' has {places} <image>, but the row's images are {len(paths)}")
+    is_whole = places in (0, len(paths))
+    require(is_whole, f"'problem' has {places} <image>, but the row's images are {len(paths)}")
+    require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")
     return paths
-
-
-def read_row(line, folder, answers) -> dict:
-    """Read a line of JSON that describes a row."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise InputError(f"the line is {row!r:.80}, but a row is an object {{...}}")
-    row = {field: value for field, value in row.items() if value is not None}
-    check_row(row, answers)
-    row["images"] = find_images(row, folder)
-    # GRPO rewards one form of answers, so its question asks for the form. For SFT and DPO, it asks
-    # if the answer has the form, so that GRPO after SFT has the same question.
-    wants_form = answers == ["solution"] or "<answer>" in row[answers[0]]
-    if wants_form and "<answer>" not in row["problem"]:
-        row["problem"] += ASK
-    return row
 
 
 def read_rows(file, answers) -> list[dict]:
@@ -1021,23 +1056,34 @@ def read_rows(file, answers) -> list[dict]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read as a text in UTF-8: {error}") from error
     rows = []
-    unread = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = read_row(line, Path(file).parent, answers)
-        except (InputError, json.JSONDecodeError) as error:
-            raise InputError(f"{file}, line {number}: {error}") from error
+            row = json.loads(line)
+            require(isinstance(row, dict), f"a row is an object {{...}}, but this is {row!r:.80}")
+            row = {field: value for field, value in row.items() if value is not None}
+            check_row(row, answers)
+            row["images"] = find_images(row, Path(file).parent)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file}, line {number}: {error}"[:400]) from error
         rows.append(row)
-        unread.update(row.keys() - READ)
-    if not rows:
-        raise InputError(f"{file} has no rows")
-    if unread:
-        print(f"{file}: minimal.py does not read the fields {', '.join(sorted(unread))}")
+    require(rows, f"{file} has no rows")
+    if unread := sorted(set().union(*rows) - READ):
+        print(f"{file}: minimal.py does not read the fields {', '.join(unread)}")
     if any(prefix in text for prefix in STRUCTURE):
         print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
     return rows
+
+
+def find_template(rows, answers) -> str:
+    """Return the text around each question, which asks for tags if the answers have them.
+
+    GRPO rewards no other form. After SFT on answers with tags, GRPO has the same question.
+    """
+    has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
+    is_asked = all("<answer>" in row["problem"] for row in rows)
+    return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
@@ -1051,7 +1097,7 @@ COLORS = {
     "black": (35, 35, 35),
 }
 LABELS = [f"{color} {shape}" for color in COLORS for shape in ("square", "triangle")]
-# Control tokens of Qwen2.5-VL, without their "<|" and "|>"
+# control tokens of Qwen2.5-VL, without their "<|" and "|>"
 CONTROL = ["endoftext", "im_start", "im_end"]
 for name in ("object_ref", "box", "quad", "vision"):
     CONTROL += [f"{name}_start", f"{name}_end"]
@@ -1203,14 +1249,8 @@ def train_tiny(model, options):
     """
     held_out = [draw_row() for _ in range(128)]
     demonstrations = [draw_row(wrong=0.5) for _ in range(96)]
-    sft_options = argparse.Namespace(
-        max_steps=40,
-        prompts_per_step=32,
-        learning_rate=3e-3,
-        warmup_steps=10,
-        beta=0.0,  # without a reference
-    )
-    train(model, demonstrations, sft, sft_options)
+    first = {"max_steps": 40, "prompts_per_step": 32, "learning_rate": 3e-3, "warmup_steps": 10}
+    train(model, demonstrations, sft, argparse.Namespace(**first, beta=0.0))
     print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
     rows = [draw_row() for _ in range(2560)]
     train(model, rows, options.stage, options)
@@ -1243,6 +1283,8 @@ def read_options() -> argparse.Namespace:
         parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
         parser.error("--output_dir must not be the folder of the model")
+    if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
+        parser.error("--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
     if not options.folder:
@@ -1258,14 +1300,34 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()  # once more, with the defaults of this run
 
 
-def load_folder(options) -> QwenVL:
-    """Load the model in a Hugging Face folder, on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(options.folder, device, max_pixels=options.max_pixels)
-    # Activation checkpointing keeps only the input of each layer for the backward pass.
-    for layer in [*model.visual.blocks, *model.model["layers"]]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    return model
+def check_space(model, options):
+    """Refuse a model that cannot be trained on its GPU, or be saved at the end."""
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e9
+    if model.lm_head.weight.is_cuda:  # weights, gradients and AdamW's two states
+        gpu = torch.cuda.mem_get_info()[1] / 1e9
+        lora = "recipes/own_data_one_card.yaml needs less, because train.py trains with LoRA"
+        require(4 * size < gpu, f"training needs over {4 * size:.0f} GB of {gpu:.0f} GB; {lora}")
+    free = shutil.disk_usage(options.output_dir).free / 1e9
+    sizes = f"{free:.3f} GB are free, but the trained model has {size:.3f} GB"
+    require(size < free, f"{options.output_dir}: {sizes}")
+
+
+def save_last(model, options):
+    """Save the model in its folder, or else among temporary files, and print the next command."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    folder = options.output_dir
+    try:
+        save(model, folder)
+    except OSError as error:
+        print(f"minimal.py: {error}", file=sys.stderr)
+        folder = tempfile.mkdtemp(prefix="minimal-")
+        save(model, folder)
+    print(f"saved {folder}")
+    if options.folder:
+        command = "evaluate" if options.stage is grpo else "generate"
+        words = ["python", "-m", "minivlmrl", command, "--model", folder, "--data", options.rows]
+        print(f"next, in a clone of minivlmrl: {shlex.join(words)}")
 
 
 def main():
@@ -1277,22 +1339,25 @@ def main():
     tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if it cannot be written
     if options.folder:
         rows = read_rows(options.rows, ANSWERS[options.stage])
-        model = load_folder(options)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load(options.folder, device, max_pixels=options.max_pixels)
+        model.template = find_template(rows, ANSWERS[options.stage])
     else:
         torch.set_num_threads(1)  # the tensors are too small to share the work
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
+    check_space(model, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a run on a cluster
     try:
         if options.folder:
             train(model, rows, options.stage, options)
         else:
             train_tiny(model, options)
     except KeyboardInterrupt:
-        sys.exit("stopped with Ctrl-C")
+        sys.exit("stopped with Ctrl-C or SIGTERM")
     finally:  # even after an error, no finished step is lost
         if model.updates:
-            save(model, options.output_dir)
-            print(f"saved {options.output_dir}")
+            save_last(model, options)
 
 
 if __name__ == "__main__":

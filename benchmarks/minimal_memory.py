@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import weakref
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -130,12 +129,11 @@ def index(x, places):
     return x
 
 
-def load_minimal():
-    """Import minimal.py; its decorator for CUDA then does the same on the CPU, where the fake tensors are."""
-    real = torch.autocast
-    with mock.patch.object(torch, "autocast", lambda kind, dtype, enabled: real("cpu", dtype)):
-        import minimal
-    return minimal
+def run(layer, *arguments):
+    """Do on the CPU, where the fake tensors are, what minimal.run does on a GPU."""
+    if torch.is_grad_enabled():
+        return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return layer(*arguments)
 
 
 def make_model(minimal, config):
@@ -147,8 +145,6 @@ def make_model(minimal, config):
                 module._parameters[name] = nn.Parameter(torch.empty(weight.shape, device="cpu"))
     if config["tie_word_embeddings"]:
         model.lm_head.weight = model.model["embed_tokens"].weight
-    for layer in [*model.visual.blocks, *model.model["layers"]]:  # as in minimal.load_folder
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return model
 
 
@@ -164,7 +160,7 @@ def sample(minimal, model, prompt, G: int, count: Count):
     """Compute the prompt, and the first and the last token of completions, with a cache of its full length."""
     token = torch.zeros(G, 1, dtype=torch.long, device="cpu")
     position = torch.zeros(3, 1, dtype=torch.long, device="cpu")
-    with minimal.in_bfloat16, torch.no_grad():
+    with torch.autocast("cuda", torch.bfloat16, enabled=True), torch.no_grad():
         states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
         count.mark("  prompt")
         model.lm_head(states[:, -1].expand(G, -1)).float().softmax(-1)
@@ -228,7 +224,8 @@ def main():
     parser.add_argument("model", choices=names)
     parser.add_argument("stage", choices=["grpo", "dpo", "sft"])
     options = parser.parse_args()
-    minimal = load_minimal()
+    import minimal
+
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(configs[options.model]))
         config = minimal.read_config(folder)
@@ -236,8 +233,19 @@ def main():
     log_softmax = torch.Tensor.log_softmax
     in_float32 = mock.patch.object(torch.Tensor, "log_softmax", lambda x, axis: log_softmax(x.float(), axis))
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, mask: Attention.apply(q, k, v))
+    autocast = torch.autocast
+    on_cpu = mock.patch.object(torch, "autocast", lambda kind, dtype, enabled: autocast("cpu", dtype))
+    with_checkpoints = mock.patch.object(minimal, "run", run)
     count = Count()
-    with FakeTensorMode(allow_non_fake_inputs=True), count, Indexing(sum(config["mrope_section"])), in_float32, fused:
+    with (
+        on_cpu,
+        with_checkpoints,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        count,
+        Indexing(sum(config["mrope_section"])),
+        in_float32,
+        fused,
+    ):
         model = make_model(minimal, config)
         count.mark("weights")
         train(minimal, model, options.stage, count)

@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+import PIL.Image
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "papers"
 CURVES = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, EVERY, 2 * EVERY, ... steps]}}
+BLIND = FOLDER / "blind.json"  # {method: {seed: last accuracy with gray images}}
 STEPS, EVERY = 60, 20
 HELD_OUT = 128  # images that are not trained on; two answers to each are sampled
 
@@ -35,6 +37,9 @@ COMPARED = {
     "cispo": "several_steps",
     "rloo": "grpo",
     "ppo": "grpo",
+    "opd": "grpo",
+    "papo": "grpo",
+    "dppo": "several_steps",
     "mpo": "dpo",
     "kto": "dpo",
     "reference_follows": "grpo",
@@ -56,6 +61,9 @@ NAMES = {
     "reference_follows": "following reference",
     "reference_renewed": "renewed reference",
     "shared_layers": "shared layers",
+    "opd": "on-policy distillation",
+    "papo": "PAPO",
+    "dppo": "DPPO",
 }
 METHODS = ["grpo", "dpo", *COMPARED]
 
@@ -108,21 +116,27 @@ def demonstrated(seed: int, cache: Path) -> Path:
     return folder
 
 
-def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> list[float]:
-    """Train a method, and return its accuracies after 0, EVERY, 2 * EVERY, ... steps."""
+def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[list[float], float]:
+    """Train a method. Return its accuracies after 0, EVERY, 2 * EVERY, ... steps, and the last one with gray images."""
     folder = demonstrated(seed, cache)
     module = load_patched(pages_of(method))
+    module.TEACHER = cache / f"grpo-{seed}"
+    if method == "opd" and not module.TEACHER.exists():
+        measure("grpo", seed, cache)
     seed_all(seed)
     held_out = [module.draw_row() for _ in range(HELD_OUT)]
     rows = [module.draw_row() for _ in range(16 * STEPS)]
     model = module.load(folder)
     accuracies = []
 
+    def accuracy(rows) -> float:
+        with torch.random.fork_rng():  # measuring does not change the run
+            torch.manual_seed(seed)
+            return round(module.accuracy(model, rows), 4)
+
     def report(stage, step, max_steps, metrics):
         if step % EVERY == 0:
-            with torch.random.fork_rng():  # measuring does not change the run
-                torch.manual_seed(seed)
-                accuracies.append(round(module.accuracy(model, held_out), 4))
+            accuracies.append(accuracy(held_out))
             print(f"{method}, seed {seed}, step {step}: {accuracies[-1]:.3f}", flush=True)
 
     module.report = report
@@ -132,7 +146,9 @@ def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> list[flo
         num_generations=8, max_new_tokens=20,
     )  # fmt: skip
     module.train(model, rows, module.dpo if is_dpo(method) else module.grpo, options)
-    return accuracies
+    if method == "grpo" and steps == STEPS:
+        module.save(model, module.TEACHER)
+    return accuracies, accuracy([row | {"images": [PIL.Image.new("RGB", (56, 56), "gray")]} for row in held_out])
 
 
 # ---- pictures and pages
@@ -183,7 +199,12 @@ def picture(curves: dict, method: str) -> str:
 
 def final(curves: dict, method: str, seeds: list[str]) -> str:
     """Return the mean, the smallest and the largest last accuracy."""
-    last = [curves[method][seed][-1] for seed in seeds]
+    return spread([curves[method][seed][-1] for seed in seeds])
+
+
+def spread(last: list[float]) -> str:
+    if not last:
+        return "not measured"
     return f"{sum(last) / len(last):.2f} ({min(last):.2f} to {max(last):.2f})"
 
 
@@ -202,12 +223,13 @@ smallest and largest ([what was measured](README.md#what-was-measured)).
 """
 
 
-def table(curves: dict) -> str:
+def table(curves: dict, blind: dict) -> str:
     """Return the last section of README.md."""
     rows = []
     for method, base in COMPARED.items():
         if seeds := common_seeds(curves, method):
-            cells = [f"[{NAMES[method]}]({method}.md)", final(curves, method, seeds), NAMES[base]]
+            without = spread([*blind.get(method, {}).values()])
+            cells = [f"[{NAMES[method]}]({method}.md)", final(curves, method, seeds), without, NAMES[base]]
             rows.append(f"| {' | '.join([*cells, final(curves, base, seeds), str(len(seeds))])} |")
     if not rows:
         return ""
@@ -217,12 +239,17 @@ def table(curves: dict) -> str:
 Accuracies on the built-in task of minimal.py (mean, smallest and largest). For a seed, all methods begin with the same
 model, which SFT trained for 40 steps. Then they train {STEPS} steps of 16 prompts, where `python minimal.py` trains
 160, with the options of the built-in task: learning rate 3e-4, 8 completions for a prompt, and beta 0.02 (1 for DPO,
-MPO and KTO). The accuracy is that of two answers to each of {HELD_OUT} new images. GSPO and CISPO run together with
-[several steps](several_steps.md). No option was tuned for a method. A tiny task with short answers and few seeds shows
-that a diff trains; it does not show which method is better for your model.
+MPO and KTO). The accuracy is that of two answers to each of {HELD_OUT} new images. GSPO, CISPO and DPPO run together
+with [several steps](several_steps.md). The teacher of on-policy distillation is the model of the GRPO run. No option
+was tuned for a method. A tiny task with short answers and few seeds shows that a diff trains; it does not show which
+method is better for your model.
 
-| method | accuracy | compared with | its accuracy | seeds |
-|---|---|---|---|---|
+The blind accuracy is that of the same questions with gray pictures, at the end of the run. Who cannot see guesses one
+of 12 answers, and is right in 0.08 of them; GRPO has {spread([*blind.get("grpo", {}).values()])}. Older runs were not
+measured again.
+
+| method | accuracy | blind accuracy | compared with | its accuracy | seeds |
+|---|---|---|---|---|---|
 """
         + "\n".join(rows)
         + """
@@ -232,7 +259,7 @@ that a diff trains; it does not show which method is better for your model.
     )
 
 
-def written(curves: dict) -> dict[str, str]:
+def written(curves: dict, blind: dict) -> dict[str, str]:
     """Return {file in docs/papers: text} of all pages with their endings, and of the pictures."""
     texts = {}
     for method in COMPARED:
@@ -242,12 +269,12 @@ def written(curves: dict) -> dict[str, str]:
         if common_seeds(curves, method):
             texts[f"{method}.svg"] = picture(curves, method)
     readme = (FOLDER / "README.md").read_text()
-    texts["README.md"] = readme.partition("## What was measured")[0] + table(curves)
+    texts["README.md"] = readme.partition("## What was measured")[0] + table(curves, blind)
     return texts
 
 
-def read_curves() -> dict:
-    return json.loads(CURVES.read_text()) if CURVES.exists() else {}
+def read(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def main():
@@ -256,22 +283,24 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"other than {STEPS}: print, and write nothing")
     parser.add_argument("--draw", action="store_true", help="train nothing")
+    parser.add_argument("--blind", action="store_true", help="repeat runs that blind.json lacks")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "papers", help="folder for models after SFT")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for seed in options.seeds:
         for method in options.only:
-            if options.draw or str(seed) in read_curves().get(method, {}):
+            if options.draw or str(seed) in read(BLIND if options.blind else CURVES).get(method, {}):
                 continue
-            accuracies = measure(method, seed, options.cache, options.steps)
+            accuracies, blind = measure(method, seed, options.cache, options.steps)
             if options.steps != STEPS:
                 continue
-            curves = read_curves()  # again, because another process may have added a run
-            curves.setdefault(method, {})[str(seed)] = accuracies
-            lines = [f' "{name}": {json.dumps(runs)}' for name, runs in curves.items()]
-            CURVES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            for file, result in ((CURVES, accuracies), (BLIND, blind)):
+                results = read(file)  # again, because another process may have added a run
+                results.setdefault(method, {})[str(seed)] = result
+                lines = [f' "{name}": {json.dumps(runs)}' for name, runs in results.items()]
+                file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if options.steps == STEPS:
-        for name, text in written(read_curves()).items():
+        for name, text in written(read(CURVES), read(BLIND)).items():
             (FOLDER / name).write_text(text)
 
 

@@ -19,6 +19,8 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 # On a CPU, separate matrix products are twice as fast as PyTorch's fused kernel up to 128 keys and head dimension 64.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
+# cuDNN's attention: NaN gradients with a mask (pytorch 196678), wrong with fewer than 8 key heads (pytorch 193893)
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -285,8 +285,6 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
-    torch.backends.cuda.enable_cudnn_sdp(False)
     store = None
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts

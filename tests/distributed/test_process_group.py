@@ -205,9 +205,3 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
-
-
-def test_cudnns_attention_is_off_in_training():
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    join(torch.get_num_threads(), 30.0, False)
-    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()

@@ -1,5 +1,8 @@
 """Compare dense attention with its formula; test_attention.py and test_decoder.py test gathered rows."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,3 +46,10 @@ def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.cpu().float(), expected, atol=2e-2, rtol=1e-2)
     assert calls == ([] if capability >= (8, 0) else [(torch.float32, True, True)])
+
+
+def test_who_imports_per_token_logps_has_no_cudnn_attention():
+    """Its gradients can be NaN with a mask, also where no run has set up the process."""
+    look = "print(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())"
+    code = f"import torch; from minivlmrl.model.logprobs import per_token_logps; {look}"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False True\n"

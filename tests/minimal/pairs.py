@@ -1,6 +1,7 @@
 """Rows with images of odd sizes, tiny folders, completions and the command line, for tests of minimal.py."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -85,6 +86,11 @@ def in_float64(folder) -> minimal.QwenVL:
 
 def main(*arguments):
     """Run `python minimal.py` with the given arguments in the process of the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["minimal.py", *map(str, arguments)])
-        minimal.main()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["minimal.py", *map(str, arguments)])
+            minimal.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,9 +1,9 @@
 """Run the commands of minimal.py on tiny folders and rows."""
 
-import importlib.util
 import json
 import random
 import re
+import runpy
 from argparse import Namespace
 from contextlib import nullcontext
 
@@ -33,30 +33,40 @@ def tiny(tmp_path_factory):
     return folder
 
 
+def on_gpu(monkeypatch):
+    """Simulate a GPU, which safetensors cannot use, and whose autocast does not convert the inputs of a layer."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x)
+    load, save = minimal.load_file, minimal.save_file
+    monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
+    monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))
+    return PretendCuda()
+
+
 @pytest.mark.parametrize("stage", NAMES)
-def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
+def test_rows_are_trained_on_a_gpu_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
+    """Layers run again only where gradients are computed: not in sampling, and not for the reference."""
     computed = []
     checkpoint = minimal.checkpoint
-    monkeypatch.setattr(minimal, "checkpoint", lambda *a, **options: computed.append(1) or checkpoint(*a, **options))
+
+    def counted(layer, *arguments, **options):
+        computed.append(torch.is_grad_enabled())
+        return checkpoint(layer, *arguments, **options)
+
     monkeypatch.setattr(minimal, "reward", lambda text, solution: len(text) % 3 / 2)  # no random answer is right
-    main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output_dir={tmp_path}")
-    printed = capsys.readouterr().out
-    assert f"{stage} step 2 of 2: " in printed and printed.endswith(f"\nsaved {tmp_path}\n")
-    assert len(computed) > 20
-    torch.manual_seed(0)
-    random.seed(0)
-    needed = {"grpo": ["solution"], "sft": ["completion"], "dpo": ["chosen", "rejected"]}[stage]
-    model = minimal.load(tiny, max_pixels=401408)
-    options = Namespace(
-        max_steps=2, prompts_per_step=3, learning_rate=1e-3, warmup_steps=1, beta=0.3, num_generations=3,
-        max_new_tokens=5,
-    )  # fmt: skip
-    minimal.train(model, minimal.read_rows(rows, needed), getattr(minimal, stage), options)
-    trained = load_file(tmp_path / "model.safetensors")
+    sdpa = minimal.F.scaled_dot_product_attention
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled
+    monkeypatch.setattr(minimal.F, "scaled_dot_product_attention", lambda *a: (used.append(has_cudnn()), sdpa(*a))[1])
+    used, weights = [], []
+    with on_gpu(monkeypatch):
+        for function in (counted, lambda layer, *arguments, **_: layer(*arguments)):
+            monkeypatch.setattr(minimal, "checkpoint", function)
+            main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output_dir={tmp_path}")
+            assert f"{stage} step 2 of 2: " in capsys.readouterr().out
+            weights.append(load_file(tmp_path / "model.safetensors"))
+    assert len(computed) > 20 and all(computed) and len(used) > 50 and not any(used)
     before = load_file(tiny / "model.safetensors")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(trained[name], weight), name
-    assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]) and not torch.equal(weight, before[name]), name
 
 
 def test_the_seed_determines_the_run(tiny, rows, tmp_path, monkeypatch):
@@ -72,16 +82,14 @@ def test_the_seed_determines_the_run(tiny, rows, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
 def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
-    load, save, sample = minimal.load_file, minimal.save_file, minimal.sample  # safetensors cannot use this GPU
-    monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
-    monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))
+    sample, gpu = minimal.sample, on_gpu(monkeypatch)
     monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
     # both devices sample, but train on the same completions
     monkeypatch.setattr(minimal, "sample", lambda *a: (sample(*a), minimal.tokenize_answers(a[0], ["red", "blue"]))[1])
     options = ("--max_steps=1", "--warmup_steps=0", "--prompts_per_step=1", "--num_generations=2", "--beta=0.3")
     options += ("--learning_rate=1e-3",)
     for device in ("cpu", "gpu"):
-        with PretendCuda() if device == "gpu" else nullcontext():
+        with gpu if device == "gpu" else nullcontext():
             main(tiny, rows, *NAMES[stage], *options, "--max_new_tokens=3", f"--output_dir={tmp_path / device}")
     expected = load_file(tmp_path / "cpu" / "model.safetensors")
     for name, weight in load_file(tmp_path / "gpu" / "model.safetensors").items():
@@ -89,15 +97,23 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
         assert ((weight - expected[name]).abs() > 1e-4).double().mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_products_are_computed_in_bfloat16_on_a_gpu_alone(on_gpu):
-    spec = importlib.util.spec_from_file_location("minimal_again", minimal.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with PretendCuda() if on_gpu else nullcontext():
-        spec.loader.exec_module(module)
-        with module.in_bfloat16:
-            assert torch.is_autocast_enabled("cuda") is on_gpu
-            assert not on_gpu or torch.get_autocast_dtype("cuda") is torch.bfloat16
+def test_products_are_computed_in_bfloat16_on_a_gpu_alone():
+    def look(model, prompt):
+        return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    ids = torch.zeros(2, dtype=torch.long)
+    with PretendCuda():
+        gpu = minimal.Prompt(ids.to("cuda"), None, [])
+        assert minimal.in_bfloat16(look)(None, gpu) == (True, torch.bfloat16)
+        assert not minimal.in_bfloat16(look)(None, minimal.Prompt(ids, None, []))[0]
+
+
+def test_the_import_switches_cudnns_attention_off_and_asks_cuda_nothing(monkeypatch):
+    """A process that has asked CUDA cannot fork, and cuDNN's attention has NaN gradients with a mask."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    runpy.run_path(minimal.__file__)
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 @pytest.fixture
@@ -150,15 +166,24 @@ def test_a_step_teaches_something_if_one_group_has_different_rewards(second, exp
     assert ("the rewards taught nothing" in capsys.readouterr().out) is expected
 
 
-def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
+FORM = "<think>a</think><answer>2</answer>"
+
+
+@pytest.mark.parametrize(("problems", "answers", "asks"), [
+    (["How many?", "Count."], ["2", "2"], {"solution": True, "completion": False}),
+    (["How many?", "Count."], [FORM, FORM], {"solution": True, "completion": True}),
+    (["How many?", "Count."], [FORM, "2"], {"solution": True, "completion": False}),
+    (["Write <answer>2</answer>."] * 2, [FORM, FORM], {"solution": False, "completion": False}),
+    (["How many?", "Write <answer>2</answer>."], [FORM, FORM], {"solution": True, "completion": True}),
+])  # fmt: skip
+def test_questions_ask_for_the_form_of_their_answers(problems, answers, asks):
     """SFT on answers in the form has GRPO's question; other answers, and questions that ask themselves, stay alone."""
-    form = "<think>a</think><answer>2</answer>"
-    row = {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "2", "chosen": form}
-    write_lines(cats, [row, row | {"problem": "Count. Write <answer>2</answer>.", "completion": form}])
-    requested = ["How many?" + minimal.ASK, "Count. Write <answer>2</answer>."]
-    plain = ["How many?", "Count. Write <answer>2</answer>."]
-    for field, expected in (("solution", requested), ("completion", plain), ("chosen", requested)):
-        assert [row["problem"] for row in minimal.read_rows(cats, [field])] == expected
+    rows = [
+        {"problem": problem, "solution": "2", "completion": answer}
+        for problem, answer in zip(problems, answers, strict=True)
+    ]
+    for field, expected in asks.items():
+        assert minimal.find_template(rows, [field]) == "{problem}" + minimal.ASK * expected
     recipe = (ROOT / "recipes" / "own_data.yaml").read_text()
     assert f"{{problem}}{minimal.ASK}" in " ".join(recipe.split())
 
@@ -168,7 +193,7 @@ def test_only_rows_that_want_the_form_are_asked_for_it(cats, tmp_path):
     ("sft", "image"),
 ])  # fmt: skip
 def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
-    (tmp_path / "a.png").touch()
+    PIL.Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     row = {"image": "a.png", "problem": "?", "solution": "a", "completion": "a", "chosen": "a", "rejected": "b"}
     for faulty in ({name: value for name, value in row.items() if name != field}, row | {field: None}):
         write_lines(tmp_path / "rows.jsonl", [row, faulty])
@@ -180,7 +205,7 @@ def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
     """The text of a row may contain characters at which str.splitlines splits."""
     files = tmp_path / "a.png", tmp_path / "b.png"
     for file in files:
-        file.touch()
+        PIL.Image.new("RGB", (56, 56)).save(file)
     row = {"problem": "one\u2028two\x85three", "completion": "1", "images": ["a.png", str(files[1])]}
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")

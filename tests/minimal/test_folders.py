@@ -1,6 +1,7 @@
 """Write model folders with minimal.py, and read them with transformers, the package and train.py, and vice versa."""
 
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -9,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minimal
+from minivlmrl.__main__ import main as package_main
 from minivlmrl.data.messages import conversation
+from minivlmrl.extras.answers.evaluate import build_parser, evaluation_config
 from minivlmrl.model.checkpoint import load_model, load_processor
+from tests.helpers.runs import write_lines
 from tests.minimal.pairs import ROWS, main, row_of, write_folder
 
 SFT = ("--sft", "--max_steps=2", "--warmup_steps=1", "--prompts_per_step=2", "--learning_rate=1e-3")
@@ -100,6 +104,42 @@ def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
     ours, package = minimal.load(folder), load_model(folder)
     assert differing(state(ours), state(package)) == []
     assert len(differing(state(minimal.load(trained.folder)), state(ours))) > 10
+
+
+WITHOUT_FORM = {"completion": "red", "chosen": "red", "rejected": "blue"}
+
+
+@pytest.mark.parametrize(("words", "changes", "command"), [
+    ([], {}, "evaluate"), (["--sft"], {}, "generate"), (["--sft"], WITHOUT_FORM, "generate"),
+    (["--dpo"], WITHOUT_FORM, "generate"),
+])  # fmt: skip
+def test_the_folder_tells_the_package_its_sentence(checkpoint, rows, tmp_path, words, changes, command, capsys):
+    """The command that minimal.py prints asks as minimal.py asked in the training."""
+    lines = [json.loads(line) | changes for line in rows.read_text().splitlines()[:2]]
+    for line in lines:
+        line["image"] = str(rows.parent / line["image"])
+    write_lines(tmp_path / "my rows.jsonl", lines)
+    short = ("--max_steps=1", "--prompts_per_step=1", "--num_generations=2", "--max_new_tokens=3")
+    main(checkpoint, tmp_path / "my rows.jsonl", *words, *short, f"--output_dir={tmp_path / 'out'}")
+    printed = capsys.readouterr().out.splitlines()
+    [text] = [line.partition("next, in a clone of minivlmrl: ")[2] for line in printed if line.startswith("next")]
+    python, dash_m, package, *words = shlex.split(text)
+    assert [python, dash_m, package, words[0]] == ["python", "-m", "minivlmrl", command]
+    options = build_parser(command).parse_args([*words[1:], "--temperature=0"])
+    config = evaluation_config(options, [], with_rewards=command == "evaluate")
+    assert config.data.prompt_template == "{problem}" + minimal.ASK * (changes == {})
+    assert (config.data.min_pixels, config.data.max_pixels) == minimal.load(tmp_path / "out").pixels
+    assert config.data.answer_format == "tags"
+    assert package_main([*words, "--rows=2", "--sampling.max_new_tokens=2"]) == 0
+    assert "prompt" in package_chat(tmp_path / "out", lines[0]["image"], capsys)
+
+
+def package_chat(folder, image, capsys) -> str:
+    """Ask the folder a question, and return what is printed to stderr."""
+    capsys.readouterr()
+    words = ["--model", str(folder), "--image", image, "--prompt", "What?", "--sampling.max_new_tokens=2"]
+    assert package_main(["chat", *words]) == 0
+    return capsys.readouterr().err
 
 
 def test_the_weights_may_have_their_names_in_the_modules_of_transformers(tmp_path):

@@ -1,11 +1,13 @@
 """Apply the pages of docs/papers to minimal.py, and compare the changed file with TRL, or with the package."""
 
 import copy
+import math
 import re
 import shutil
 from argparse import Namespace
 from functools import cache, partial
 
+import PIL.Image
 import pytest
 import torch
 from torch import Tensor
@@ -56,23 +58,26 @@ def test_the_table_names_each_page_with_its_changed_lines():
 
 
 def test_pages_and_pictures_show_what_was_measured():
-    for name, text in papers.written(papers.read_curves()).items():
+    for name, text in papers.written(papers.read(papers.CURVES), papers.read(papers.BLIND)).items():
         assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
 
 
 def test_a_page_ends_with_the_mean_and_the_range_of_both_methods(tmp_path):
     curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
-    texts = papers.written(curves)
+    blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
+    texts = papers.written(curves, blind)
     shown = "0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO: the mean over 2 seeds"
     assert shown in texts["rloo.md"]
-    assert "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | GRPO | 0.30 (0.20 to 0.40) | 2 |" in texts["README.md"]
+    row = "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) | GRPO | 0.30 (0.20 to 0.40) | 2 |"
+    assert row in texts["README.md"] and "GRPO has 0.10 (0.10 to 0.10)." in texts["README.md"]
+    assert "not measured" in papers.written(curves, {})["README.md"]
     assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     for name, text in texts.items():  # written twice, the files are the same
         (tmp_path / name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(papers, "FOLDER", tmp_path)
-        assert papers.written(curves) == texts
+        assert papers.written(curves, blind) == texts
 
 
 # ---- a step of given completions, rewards and log-probabilities, in place of a model
@@ -94,10 +99,10 @@ class Step:
     """Groups of completions with 1 to 6 tokens, with rewards, and log-probabilities under three models."""
 
     def __init__(self, seed: int = 0, far: float = 0.0, longest=(6, 3, 5), size: int = G):
-        generator = torch.Generator().manual_seed(seed)
+        generator, blind = (torch.Generator().manual_seed(number) for number in (seed, seed + 100))
         normal = partial(torch.randn, generator=generator)
         self.masks, self.rewards = [], []
-        self.logps = {"model": [], "old": [], "reference": [], "critic": []}
+        self.logps = {"model": [], "old": [], "reference": [], "critic": [], "blind": []}
         for T in longest:
             lengths = torch.randint(1, T + 1, (size,), generator=generator)
             lengths[0] = T
@@ -110,6 +115,7 @@ class Step:
             self.logps["old"].append(logps + far * normal(size, T))
             self.logps["reference"].append(logps + 0.3 * normal(size, T))
             self.logps["critic"].append(normal(size, T).requires_grad_())
+            self.logps["blind"].append(logps + 2 * torch.randn(size, T, generator=blind))
         self.sampled_by = []
         self.seen = []  # (prompt, answers) of each forward pass
 
@@ -122,7 +128,7 @@ class Step:
 
         def log_probabilities(model, number, answers):
             self.seen.append((number, answers))
-            return self.logps[model][answers]
+            return self.logps["blind" if number == "blind" else model][answers]
 
         given = {"num_generations": G, "max_new_tokens": 8, "beta": BETA, "prompts_per_step": 3} | options
         with pytest.MonkeyPatch.context() as patch:
@@ -131,6 +137,7 @@ class Step:
             patch.setattr(module, "decode", lambda *_: range(G))
             patch.setattr(module, "reward", lambda i, rewards: rewards[i].item())
             patch.setattr(module, "log_probabilities", log_probabilities)
+            patch.setattr(module, "blacken", lambda prompt: "blind", raising=False)
             patch.setattr(module, "tokenize_answers", lambda model, texts: (texts[0], self.masks[texts[0]]))
             rows = [self.row(i) for i in range(len(self.masks))] if rows is None else rows
             options = Namespace(old="old", critic="critic", **given)
@@ -201,6 +208,70 @@ def test_a_step_off_policy_equals_trl(trl, float64, page, seed):
     pages = [page] if page == "several_steps" else [page, "several_steps"]
     assert difference(step.run(patched(*pages)), theirs) < TOLERANCE
     assert set(step.sampled_by) == {"old"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dppo_equals_the_formula_of_trl(float64, seed):
+    """TRL had DPPOTrainer until version 1.8; its mask for divergence_type="binary_tv" is written out here."""
+    step = Step(seed, far=0.4)
+    total = 0.0
+    for i, mask in enumerate(step.masks):
+        logps, old, ref = (step.logps[name][i] for name in ("model", "old", "reference"))
+        advantages = trl_free_advantages(step.rewards[i])[:, None]
+        p, q = logps.detach().exp(), old.exp()
+        too_high = ((p - q).abs() > 0.15) & (p > q)
+        too_low = ((p - q).abs() > 0.15) & (p < q)
+        keep = torch.where(advantages > 0, ~too_high, ~too_low)
+        ratio = (logps.detach() - old).clamp(max=math.log(20)).exp()
+        kl = (ref - logps).exp() - (ref - logps) - 1
+        loss = -advantages * ratio * keep * logps + BETA * kl
+        total = total + ((loss * mask).sum(1) / mask.sum(1)).mean() / 3
+    assert difference(step.run(patched("dppo", "several_steps")), with_gradient(total, step)) < TOLERANCE
+    assert set(step.sampled_by) == {"old"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_papo_is_grpo_with_a_kl_to_the_blind_answers(float64, seed):
+    """As the code of the paper: k3 with the ratio pi_blind / pi, at most 10, and no gradient through pi_blind."""
+    step = Step(seed)
+    loss, gradient = step.run(patched())
+    total = 0.0
+    for i, mask in enumerate(step.masks):
+        ratio = (step.logps["blind"][i] - step.logps["model"][i]).exp()
+        kl = (ratio - ratio.log() - 1).clamp(max=10)
+        total = total - 0.02 * ((kl * mask).sum(1) / mask.sum(1)).mean() / 3
+    term, slope = with_gradient(total, step)
+    assert difference(step.run(patched("papo")), (loss + term, gradient + slope)) < TOLERANCE
+
+
+def test_papo_blackens_three_of_five_patches(folder):
+    module = patched("papo")
+    model = module.load(folder)
+    prompt = module.make_prompt(model, {"images": [PIL.Image.new("RGB", (560, 560), "red")], "problem": "?"})
+    [(patches, h, w)] = module.blacken(prompt).images
+    black = module.patchify(PIL.Image.new("RGB", (14, 14)), 7, 2, 196, 196)[0][0]
+    is_black = (patches == black).all(1)
+    assert torch.equal(patches[~is_black], prompt.images[0][0][~is_black]) and (h, w) == (80, 80)
+    assert 0.57 < is_black.double().mean() < 0.63
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opd_is_a_step_of_trl_with_an_advantage_for_each_token(trl, float64, seed):
+    step = Step(seed)
+    batch = step.batch()
+    advantages = batch["ref_per_token_logps"] - batch["per_token_logps"]
+    options = PLAIN | {"beta": 0.0}
+    theirs = trl_says(batch | {"advantages": advantages, "old_per_token_logps": batch["per_token_logps"]}, **options)
+    assert difference(step.run(patched("opd"), beta=0.0), theirs) < TOLERANCE
+
+
+def with_gradient(loss: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    gradients = torch.autograd.grad(loss, step.logps["model"], retain_graph=True)
+    return loss.detach(), padded([row for group in gradients for row in group])
+
+
+def trl_free_advantages(rewards: Tensor) -> Tensor:
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def punished_by_trl(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -284,6 +355,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+def teacher(module, folder):
+    """Write a model with other weights beside a folder."""
+    model = module.load(folder)
+    model.lm_head.weight.data.mul_(2)
+    module.save(model, folder / "teacher")
+    return folder / "teacher"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_built_in_task_trains_with_each_page(folder, page, capsys):
     module = patched(*papers.pages_of(page)) if page in papers.COMPARED else patched(page)
@@ -293,6 +372,8 @@ def test_the_built_in_task_trains_with_each_page(folder, page, capsys):
         max_steps=2, prompts_per_step=2, learning_rate=1e-3, warmup_steps=1, beta=0.1, num_generations=2,
         max_new_tokens=4,
     )  # fmt: skip
+    if page == "opd":
+        module.TEACHER = teacher(module, folder)
     stage = module.dpo if page in ("mpo", "kto", "reference_sums") else module.grpo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reward", lambda text, solution: float(len(text)))

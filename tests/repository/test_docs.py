@@ -132,6 +132,15 @@ def test_numbers_of_the_readme_are_on_its_pages():
         assert results - found == set(), row
 
 
+def test_the_page_shows_the_gradients_that_its_program_prints(capsys):
+    page = PAGES["docs/policy_gradients.md"]
+    exec(blocks(page, "python")[0], {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    for name, short, long in map(str.split, printed):
+        assert f"| `{name}` | {short} | {long} |" in page
+
+
 def test_the_promises_of_the_readme():
     """README quotes minimal.py, and has two commands: one trains, one runs the tests."""
     quoted = blocks(README, "python")[0]

@@ -1,0 +1,35 @@
+"""On-policy distillation as a stage of your own: a teacher grades each token that the student samples.
+
+python train.py recipes/own_data_one_card.yaml "--stages=[recipes/opd.py:OPD]" --model.path=STUDENT \
+    --reference.path=TEACHER --data.train_file=rows.jsonl
+
+The teacher is the reference model. It must have the family and the vocabulary of the student, and its weights take
+memory in addition: 15 GB for a 7B in bfloat16. The student is trained as in GRPO, with LoRA in this recipe, and the
+section `opd` has the options of `grpo`. The rewards are measured, but not trained on. docs/papers/opd.md explains the
+method.
+"""
+
+from dataclasses import replace
+
+from minivlmrl.trainers.grpo import GRPOTrainer
+
+
+class OPD(GRPOTrainer):
+    stage = "opd"
+    needs_all_samples = True  # completions with equal rewards also have a gradient
+
+    @classmethod
+    def check(cls, run):
+        super().check(run)
+        if run.reference.path is None:
+            raise ValueError("the stage opd needs a teacher; set reference.path to its folder")
+
+    @staticmethod
+    def has_reference(config) -> bool:
+        return True
+
+    def loss(self, batch):
+        advantages = batch.ref_per_token_logps - batch.sampler_logps  # (R, T)
+        loss, metrics = super().loss(replace(batch, advantages=advantages))
+        kl = -(advantages * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
+        return loss, metrics | {"teacher_kl": kl}
