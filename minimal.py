@@ -13,11 +13,10 @@ answer more likely than a rejected one.
 On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, and Qwen2.5-VL-7B
 needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
 
-Read minimal.py from top to bottom: a line such as "# ---- A -> B" says that the next part takes A
-and returns B. The whole method ends at the line "# ==== You have read it all"; the rest reads and
-writes files. Each page of docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO
-changes. The package, minivlmrl/, takes the same steps faster and with less memory, and also has
-LoRA, several GPUs, videos, conversations and resume; README.md names its files.
+Read from top to bottom, to the line "# ==== You have read it all"; the rest reads and writes files.
+A line such as "# ---- A -> B" says that the next part takes A and returns B. Each page of
+docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO changes. The package takes the
+same steps faster and with less memory, and has LoRA, several GPUs, videos and resume: README.md.
 """
 
 import argparse
@@ -111,8 +110,7 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
         patch,  # 6: x of the pixel in its patch
         3,  # 7: the channel
     )
-    # The patches of an image token become consecutive, and the values of a patch are ordered by
-    # channel, frame, y and x, as the weights of the vision tower are.
+    # The patches of an image token become consecutive; a patch is ordered as the tower's weights.
     x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
     patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
@@ -177,8 +175,8 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
     For text, the three are equal, as if there were one position, and the text after an image begins
-    at the image's largest position plus 1. For example, two text tokens, an image
-    of 2 x 3 tokens and one more text token have the positions
+    at the image's largest position plus 1. For example, two text tokens, an image of 2 x 3 tokens
+    and one more text token have the positions
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
         column 0 1 | 2 3 4 2 3 4 | 5
@@ -320,9 +318,8 @@ class Vision(nn.Module):
         steps = frequencies(head_width // 4, 10000.0, x.device)
         angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
 
-        # If each patch attends to all, the cost grows with the square of P. So in most blocks, a
-        # patch attends only to patches in the same window of the image. This mask gives the result
-        # of windows, but not their speed.
+        # In most blocks, a patch attends only to patches in its window of the image, because the
+        # cost of attending to all grows with P^2. (This mask has the result, but not the speed.)
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
         side = side // merge * merge  # a token's patches are in one window
         windows = places // side
@@ -626,10 +623,9 @@ def grpo_loss(
 def dpo_loss(per_token_logps, mask, *, beta=0.1, ref_per_token_logps) -> Tensor:
     """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for pairs of chosen and rejected answers.
 
-    The log-probabilities are (..., 2, T), with any number of pairs. log(pi / pi_ref) is large for
-    an answer that the model makes more likely than the reference does. The loss is small if the
-    chosen answer has a larger log(pi / pi_ref) than the rejected. With a larger beta, the model
-    stays nearer to the reference.
+    The log-probabilities are (..., 2, T), with any number of pairs. The loss is small if
+    log(pi / pi_ref) is larger for the chosen answer than for the rejected one. With a larger beta,
+    the model stays nearer to the reference.
     """
     log_ratios = (per_token_logps - ref_per_token_logps) * mask
     chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of the whole answers
@@ -643,10 +639,9 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses: GRPO, DPO and SFT, the three methods to choose from, are generators. They
-# yield the loss and a metric of one row; `train` computes its gradient, which frees its memory, and
-# then asks for the next row. GRPO samples all groups of a step first, because a method such as DAPO
-# looks at all of their rewards.
+# ---- Rows -> losses: GRPO, DPO and SFT are generators. They yield the loss and a metric of one
+# row; `train` computes its gradient, which frees its memory, and asks for the next row. GRPO
+# samples all groups of a step first: a method such as DAPO looks at all of their rewards.
 
 
 def grpo(model, reference, rows, options):
@@ -736,8 +731,7 @@ def train(model, rows, stage, options):
         batch = [next(stream) for _ in range(options.prompts_per_step)]
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
-            # The gradients of all rows of the step add up.
-            loss.backward()
+            loss.backward()  # the gradients of all rows of the step add up
             metrics.append(metric)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
@@ -764,11 +758,10 @@ def report(stage, step, max_steps, metrics):
     """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
     mean = torch.stack([metric.mean() for metric in metrics]).mean()
     text = f"{stage.__name__} step {step} of {max_steps}: {mean:.3f}"
-    stays = step % 10 == 0 or step == max_steps
-    if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
+    is_useless = stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics)
+    if is_useless:
         text += ", all completions of a prompt earned the same, so the rewards taught nothing"
-        stays = True
-    if stays:
+    if is_useless or step % 10 == 0 or step == max_steps:
         print(text, flush=True)
     elif sys.stdout.isatty():
         print(text, end="\r", flush=True)  # the next line is written over this one
@@ -780,7 +773,7 @@ def report(stage, step, max_steps, metrics):
 
 
 class InputError(ValueError):
-    """A file, a row or an option that minimal.py cannot use; its message is printed alone."""
+    """A file, row or option that minimal.py cannot use; its message is printed alone."""
 
 
 def require(condition, message):
@@ -884,10 +877,7 @@ def read_config(folder) -> dict:
 
 
 def read_pixels(folder, files, vision, max_pixels) -> tuple[int, int]:
-    """Return the smallest and the largest area of an image, and note them in the files.
-
-    So the saved model will see images as large as in training.
-    """
+    """Return the smallest and largest area of an image, and note them for the saved folder."""
     pixels = None
     for name in ("processor_config.json", "preprocessor_config.json"):  # of transformers 5 and 4
         content = json.loads(files.get(name, "{}"))
@@ -1077,10 +1067,7 @@ def read_rows(file, answers) -> list[dict]:
 
 
 def find_template(rows, answers) -> str:
-    """Return the text around each question, which asks for tags if the answers have them.
-
-    GRPO rewards no other form. After SFT on answers with tags, GRPO has the same question.
-    """
+    """Return what surrounds each question: a sentence that asks for tags, if answers have them."""
     has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
     is_asked = all("<answer>" in row["problem"] for row in rows)
     return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
@@ -1158,8 +1145,7 @@ def draw_row(wrong=0.0) -> dict:
     completion = right
     if random.random() < wrong:
         completion = tagged(random.choice(LABELS))
-    # A rejected answer names another object (everywhere or only in <answer>), or lacks up to 4
-    # letters.
+    # A rejected answer names another object (maybe only in <answer>), or lacks up to 4 letters.
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])
@@ -1237,16 +1223,12 @@ def accuracy(model, rows) -> float:
     right = []
     for row in rows:
         completions, mask = sample(model, make_prompt(model, row), 2, 20)
-        for text in decode(model, completions, mask):
-            right.append(reward(text, row["solution"]) > 1)
+        right += [reward(text, row["solution"]) > 1 for text in decode(model, completions, mask)]
     return sum(right) / len(right)
 
 
 def train_tiny(model, options):
-    """Train a tiny model with SFT on 96 demonstrations, half of them random, and GRPO or DPO.
-
-    The demonstrations teach the form of an answer, so that some samples earn a reward.
-    """
+    """Teach the form of an answer with 96 demonstrations, half of them random; then GRPO or DPO."""
     held_out = [draw_row() for _ in range(128)]
     demonstrations = [draw_row(wrong=0.5) for _ in range(96)]
     first = {"max_steps": 40, "prompts_per_step": 32, "learning_rate": 3e-3, "warmup_steps": 10}
@@ -1334,7 +1316,7 @@ def main():
     options = read_options()
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    # The folder of the trained model is made before the first step, so that no step is lost.
+    # The output folder is made before the first step, so that no step is lost.
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if it cannot be written
     if options.folder:

@@ -12,7 +12,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import network as network_file
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.process_group import setup as join  # pytest 8.0 runs a module's `setup` before its tests
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.value_head import ValueModel

@@ -21,7 +21,6 @@ def test_the_student_becomes_like_its_teacher(run, plain, own, adapter):
     assert first["loss"] == approx(first["teacher_kl"], rel=1e-4)
 
 
-def test_without_a_teacher_the_stage_is_refused(run, own, capsys):
-    with pytest.raises(SystemExit):
+def test_without_a_teacher_the_stage_is_refused(run, own):
+    with pytest.raises(ValueError, match=r"the stage opd needs a teacher; set reference\.path to its folder"):
         run(*own, *OPD)
-    assert "the stage opd needs a teacher; set reference.path to its folder" in capsys.readouterr().err
