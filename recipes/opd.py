@@ -19,13 +19,13 @@ class OPD(GRPOTrainer):
     needs_all_samples = True  # completions with equal rewards also have a gradient
 
     @classmethod
-    def check(cls, run):
-        super().check(run)
-        if run.reference.path is None:
+    def check(cls, config):
+        super().check(config)
+        if config.reference.path is None:
             raise ValueError("the stage opd needs a teacher; set reference.path to its folder")
 
     @staticmethod
-    def has_reference(config) -> bool:
+    def has_reference(options) -> bool:
         return True
 
     def loss(self, batch):
