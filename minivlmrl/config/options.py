@@ -43,7 +43,7 @@ class ModelOptions:
     # dtype of the saved weights. None keeps the dtype of the files in `path`; random weights are saved in `dtype`
     save_dtype: Dtype | None = None
     # parts of the model that are not trained: vision (the vision tower), merger (which projects the tower's output),
-    # language, embeddings, or ranges of layers such as layers.0-11 and visual.blocks.0-7. The reference model shares
+    # language, embeddings, or layers such as layers.0-11 and visual.blocks.7. The reference model shares
     # all frozen weights with the trained model
     freeze: list[Frozen] = field(default_factory=list)
     # store only the input of each transformer block, and recompute the block's activations in the backward pass

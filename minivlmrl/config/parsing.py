@@ -126,7 +126,7 @@ class Reader:
             # Types are also compared: Literal[1] must reject True, which equals 1 in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
-                raise invalid_value(name, value, type_text(hint))
+                raise self._wrong_choice(hint, value, name, type_text(hint))
             return value
         if origin is dict:
             return self._read_dict(hint, value, name)
@@ -178,13 +178,28 @@ class Reader:
                 continue  # a name without a file must be in the union's Literal
             with suppress(ValueError):
                 return self.read(choice, value, name)
-        raise invalid_value(name, value, f"of type {type_text(hint)}")
+        raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
+
+    def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> ValueError:
+        """Describe a value that is none of the choices, and say what other projects mean by it."""
+        error = str(invalid_value(name, value, expected))
+        if not isinstance(value, str) or self.root is None:
+            return ValueError(error)
+        if said := _foreign_name(self.root, "", value, self.dashes):
+            return ValueError(f"{error}; {said}")
+        return ValueError(error + did_you_mean(value, re.findall("'(.*?)'", type_text(hint))))
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
+        expected = f"of type {type_text(hint)}"
+        keys: Plain = [value] if type(value) is str else value
+        if item_hint is Finite and type(keys) is list:  # the weights of rewards
+            weights = ", ".join(f"{key}: 1.0" for key in keys)
+            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
+            expected += f"; write {given}"
+        require(isinstance(value, dict), name, value, expected)
         read = {}
-        for key, item in value.items():
+        for key, item in typing.cast(dict, value).items():
             if item is None and ":" in str(key) and not self.json:
                 raise ValueError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._changed(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
@@ -220,18 +235,24 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
         return f"unknown key {key}; write {name} in the section {parent}"
     names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
     known = f"; known keys are {', '.join(names)}"
-    if issubclass(root, RunConfig) and has_extras():
-        answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
-        inner, name, nested = prefix, key, {key: value}
-        while isinstance(nested, dict) and nested:  # verl's actor_rollout_ref.rollout.n
-            name, nested = next(iter(nested.items()))
-            if said := answer(inner, str(name), dashes, paths):
-                return f"unknown key {inner}{name}; {said}"
-            inner += f"{name}."
+    inner, nested = prefix, {key: value}
+    while isinstance(nested, dict) and nested:  # verl's actor_rollout_ref.rollout.n
+        name, nested = next(iter(nested.items()))
+        if said := _foreign_name(root, inner, str(name), dashes):
+            return f"unknown key {inner}{name}; {said}"
+        inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")):  # then the options of other sections
         names.setdefault(path.rpartition(".")[2], path)
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
+
+
+def _foreign_name(root: type, section: str, name: str, dashes: str) -> str:
+    """Return what docs/coming_from.md says about a name, for a recipe's dataclass, and otherwise ""."""
+    if not issubclass(root, RunConfig) or not has_extras():
+        return ""
+    answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
+    return answer(section, name, dashes, [option.path for option in options_of(root)])
 
 
 class Option(NamedTuple):

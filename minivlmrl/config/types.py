@@ -17,7 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # parts of a model; the merger projects the vision tower's output to the size of text embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
 Frozen = NewType("Frozen", str)  # a Part, or a range of layers that LAYERS matches
-LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)-(\d+)")  # such as "layers.0-11" and "visual.blocks.0-7"
+LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # such as "layers.0-11" and "visual.blocks.7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

@@ -42,6 +42,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # the folders of an absolute path
 POINTS = 500  # maximum number of points of a curve in one stage
 STEPS = 60  # number of steps whose completions are shown
 PROMPTS = 4  # number of prompts that are shown for a step
@@ -126,8 +127,16 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     Args:
         seconds: time after which a browser reloads the page; 0 means never.
     """
-    runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
-    text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
+    runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
+    text = json_text(runs)
+    for run in runs:  # a page for others shows no folders of this machine
+        places = [line.get("where") or "" for line in run["completions"]] + [
+            line["warning"] for line in run["warnings"]
+        ]
+        found = FOLDERS.findall("\n".join([run["config"] or "", *places]))
+        for name in sorted({*found}, key=len, reverse=True):
+            text = text.replace(json_text(name)[1:-1], "")
+    text = text.replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
     draft.unlink(missing_ok=True)  # it may be a link
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())

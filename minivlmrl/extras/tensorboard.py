@@ -5,9 +5,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from minivlmrl.config.options import RunConfig
+from minivlmrl.errors import optional_dependency
+
+with optional_dependency("tensorboard", "the tracker needs the package tensorboard"):
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:

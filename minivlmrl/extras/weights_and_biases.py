@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from wandb import init  # pyright: ignore[reportMissingImports]  # optional
-
 from minivlmrl.config.options import RunConfig
+from minivlmrl.errors import optional_dependency
+
+with optional_dependency("wandb", "the tracker needs the package wandb"):
+    from wandb import init  # pyright: ignore[reportMissingImports]
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:

@@ -42,7 +42,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
             continue
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
-        first, last = int(match[2]), int(match[3])
+        first, last = int(match[2]), int(match[3] or match[2])
         expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
         require(first <= last < count, "model.freeze", text, expected)
         prefixes += [f"{kind}{number}." for number in range(first, last + 1)]

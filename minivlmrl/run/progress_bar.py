@@ -1,11 +1,18 @@
 """Show the progress of a loop on the last line of the terminal."""
 
 import os
+import re
 import sys
 import time
 from datetime import timedelta
 
 SECONDS = 0.5  # the bar is drawn again after at least this time
+
+
+def cut(line: str, width: int) -> str:
+    """Cut a line between two words, because the first digits of a number would be a wrong number."""
+    match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
+    return match[0].rstrip(",") if match else ""
 
 
 class ProgressBar:
@@ -73,10 +80,10 @@ class ProgressBar:
         self.hidden = True
 
     def _replace(self, line: str, end: str = ""):
-        """Write a line over the bar, cut to the terminal's width."""
+        """Write a line over the bar, cut between words to the terminal's width."""
         if not self.hidden:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns
-            print(f"\r{line[: width - 1]:{width - 1}}", end=end, file=sys.stderr, flush=True)
+            print(f"\r{cut(line, width - 1):{width - 1}}", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self):
         return self

@@ -372,6 +372,21 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
         load_config(tmp_path / "recipe.yaml", overrides)
 
 
+@pytest.mark.parametrize(("override", "cure"), [
+    ("--rewards=accuracy", r'write "--rewards=\{accuracy: 1\.0\}"$'),
+    ("--rewards=[iou, format]", r'write "--rewards=\{iou: 1\.0, format: 1\.0\}"$'),
+    ("--grpo.loss_type=gspo", r"--grpo\.importance_sampling_level \(`importance_sampling_level: sequence`\)$"),
+    ("--grpo.advantages=gae", r"the name in minivlmrl is --stages \(`\[ppo\]`\)$"),
+    ("--grpo.kl_estimator=low_var_kl", r"--grpo\.kl_estimator \(`k3`\)$"),
+    ("--model.dtype=bf16", r"\(`bfloat16`, without autocast\)$"),
+    ("--optimizer.name=adamww", r"did you mean adamw\?$"),
+    ("--grpo.loss_type=mine", r"'vespo' or file\.py:name$"),
+])  # fmt: skip
+def test_a_value_of_another_project_is_answered(override, cure):
+    with pytest.raises(ValueError, match=cure):
+        load_config("shapes.yaml", [override])
+
+
 @pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])
 def test_a_file_is_no_output_folder(tmp_path, inside):
     (tmp_path / "taken").write_text("")

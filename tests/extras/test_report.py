@@ -91,6 +91,21 @@ def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     assert len(shown["metrics"]) == 1 and shown["summary"] is None
 
 
+def test_a_page_shows_no_folder_of_the_machine(tmp_path):
+    """Neither the recipe nor the place of a row, a warning or the name of a reward contains one."""
+    reward = "/home/ann/own rewards/my.py:f"
+    (tmp_path / "config.yaml").write_text(f"data: {{train_file: /data/ann/rows.jsonl}}\nrewards:\n  {reward}: 1.0\n")
+    write_lines(tmp_path / "metrics.jsonl", [STEP | {f"rewards/{reward}/mean": 1.0}])
+    write_lines(tmp_path / "warnings.jsonl", [STEP | {"warning": "see /tmp/x/runs/completions.jsonl, and a/b"}])
+    write_lines(tmp_path / "completions.jsonl", [LINE | {"where": "/data/ann/eval.jsonl:3"}])
+    report.write_page([tmp_path], tmp_path / "report.html")
+    [data] = re.findall(r'type="application/json">(.*?)</script>', (tmp_path / "report.html").read_text())
+    assert not re.search("/data|/tmp|/home|ann/", data)
+    shown = json.loads(data)[0]
+    assert shown["completions"][0]["where"] == "eval.jsonl:3" and "train_file: rows.jsonl" in shown["config"]
+    assert shown["warnings"][0]["warning"] == "see completions.jsonl, and a/b"
+
+
 def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "secret.txt").write_text("secret")

@@ -33,12 +33,14 @@ def test_frozen_parts(tied, freeze):
 
 def test_ranges_of_layers_are_frozen():
     model = tiny.model()
-    select_trained(model, ["layers.0-0", "visual.blocks.1-1", "embeddings"])
+    select_trained(model, ["layers.0", "visual.blocks.1-1", "embeddings"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     prefixes = ("model.layers.0.", "visual.blocks.1.", "model.embed_tokens.", "lm_head.")
     assert frozen == {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
     with pytest.raises(ValueError, match=r"model.freeze is 'layers.1-9', but it must be a range within 0-2"):
         select_trained(model, ["layers.1-9"])
+    with pytest.raises(ValueError, match=r"model.freeze is 'layers.3', but it must be a range within 0-2"):
+        select_trained(model, ["layers.3"])
     with pytest.raises(ValueError, match=r"freeze contains 'layer.0-1', but each item must be vision, merger"):
         ModelOptions(freeze=["layer.0-1"])
 

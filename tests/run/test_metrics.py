@@ -10,7 +10,16 @@ import torch
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, merge
+from minivlmrl.run.metrics import (
+    EVALUATIONS,
+    METRICS,
+    TIMINGS,
+    WARNINGS,
+    MetricsLog,
+    describe_speed,
+    find_tracker,
+    merge,
+)
 from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
@@ -21,6 +30,18 @@ pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboar
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.stages import ONE
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, name):
+    for module in (name, "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in ("weights_and_biases", "tensorboard"):
+        monkeypatch.delitem(sys.modules, f"minivlmrl.extras.{module}", raising=False)
+    with pytest.raises(
+        ValueError, match=rf"report_to {name}: .* the package {name}; run pip install -e '\.\[{name}\]'"
+    ):
+        find_tracker(name)
 
 
 def open_log(folder, world=ONE, report_to=(), resumed=None, **state):

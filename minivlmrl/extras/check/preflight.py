@@ -204,7 +204,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     if "format" in config.rewards and config.data.answer_format != "tags":
         yield (
             f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
-            "would be a part of the answer; leave out format, as in --rewards={accuracy: 1.0}"
+            'would be a part of the answer; leave out format, as in "--rewards={accuracy: 1.0}"'
         )
     dtype = DTYPES[config.model.dtype]
     # Float32 adapters lose no small updates, and adamw_8bit adds lost updates to the next ones.

@@ -119,7 +119,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     if row.media:
         row_text += f", of which {row.image_tokens:,} show {row.media}"
         if pixels := fitting_pixels(question, available):
-            option = f"--data.video={{max_pixels: {pixels}}}" if row.has_videos else f"--data.max_pixels={pixels}"
+            option = f'"--data.video={{max_pixels: {pixels}}}"' if row.has_videos else f"--data.max_pixels={pixels}"
             fits = f"The stage fits with {option}. "
     return (
         f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {f'each of {gpus} GPUs' if gpus > 1 else 'the GPU'} "

@@ -9,16 +9,17 @@ For a clone, 1 stands for a mistake or a broken law in one of its losses.
 import argparse
 import json
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 import yaml
 
 from minivlmrl.config.import_utils import load_name
-from minivlmrl.errors import user_error_message
+from minivlmrl.errors import optional_dependency, user_error_message
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.clone import audit_clone, summary
-from minivlmrl.extras.parity.frameworks import FRAMEWORKS
+from minivlmrl.extras.parity.frameworks import FRAMEWORKS, INSTALL
 from minivlmrl.extras.parity.loss import judge
 
 
@@ -80,6 +81,9 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
     """Print the verdict about a loss function, and return the exit status."""
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     bridge = given(options, "framework", "tolerance")
+    framework = bridge.get("framework", "torch")
+    with optional_dependency(framework, INSTALL.format(framework)):  # before the user's file imports it
+        import_module(framework)
     try:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)

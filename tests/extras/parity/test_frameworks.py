@@ -23,6 +23,14 @@ def numpy_of(framework):
     return pytest.importorskip({"jax": "jax.numpy", "mlx": "mlx.core"}[framework])
 
 
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_a_framework_that_is_not_installed_is_named_before_the_file_imports_it(tmp_path, monkeypatch, framework):
+    monkeypatch.setitem(sys.modules, framework, None)
+    (tmp_path / "mine.py").write_text(f"import {framework}\nloss = {framework}.loss")
+    with pytest.raises(ValueError, match=rf"needs the package {framework}; run pip install -e '\.\[{framework}\]'"):
+        main([f"{tmp_path}/mine.py:loss", f"--framework={framework}"])
+
+
 def grpo(framework, kl_sign=1):
     np = numpy_of(framework)
 
