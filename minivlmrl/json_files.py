@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minivlmrl.config.parsing import build
 from minivlmrl.errors import error_context, require
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
@@ -96,21 +95,3 @@ def json_text(content, **options) -> str:
 
 def write_json(path: Path, content: dict):
     path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
-
-
-def read_lines(path: Path, form: type) -> list[dict]:
-    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
-
-    A last line without a newline is ignored, because a run may still be writing the line.
-
-    Args:
-        form: dataclass with the fields that each line must have.
-    """
-    text = path.read_bytes() if path.is_file() else b""
-    contents = []
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
-        with error_context(f"{path}:{number}"):
-            content = parse_json(line)
-            build(form, content, f"{path}:{number}", json=True)
-        contents.append(content)
-    return contents

@@ -1,14 +1,12 @@
 """The process group of a run: rank, device, and collective operations over all ranks."""
 
-import faulthandler
 import math
 import os
 import pickle
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -19,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from minivlmrl.distributed.device import find_device
+from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, stop_watchdog
 
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # the longest timeout that a process group accepts
-NOTICE = 60.0  # seconds after which a rank prints which ranks it is waiting for
 LAST_ERRORS = 5.0  # seconds within which all ranks must raise an error to save a checkpoint together
 # process group in which ranks wait for each other; None if there is only one rank
 barrier_group: dist.ProcessGroup | None = None
@@ -121,51 +119,9 @@ class World:
             RuntimeError: the process of a rank has ended, or a rank is more than World.max_wait late.
         """
         if self.size > 1:
-            with self.log_stragglers(work):
+            with log_stragglers(self.store, self.rank, self.size, work):
                 monitored_barrier(longest_wait(self.max_wait))
-        self.restart_watchdog()
-
-    @contextmanager
-    def log_stragglers(self, work: str) -> Iterator[None]:
-        """Context manager that prints which ranks are late if its block takes longer than a minute."""
-        store = self.store
-        if store is None:
-            yield
-            return
-        number = store.add(f"waits of rank {self.rank}", 1)
-
-        def print_notice():
-            waits = [store.add(f"waits of rank {rank}", 0) for rank in range(self.size)]
-            late = [str(rank) for rank, done in enumerate(waits) if done < number]
-            if late:
-                ranks = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}"
-                print(f"rank {self.rank} has waited {NOTICE:g} s for {ranks} to {work}", file=sys.stderr, flush=True)
-
-        timer = threading.Timer(NOTICE, print_notice)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    @contextmanager
-    def hang_watchdog(self) -> Iterator[None]:
-        """Context manager that ends the process with a traceback and exit code 1 if its block hangs."""
-        self.restart_watchdog()
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    def restart_watchdog(self):
-        """Restart the time limit World.max_wait for this process.
-
-        With several ranks, the limit is twice as long, so that the waiting ranks can save a checkpoint first.
-        """
-        if self.max_wait is not None:
-            limit = self.max_wait if self.size == 1 else 2 * self.max_wait
-            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+        restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
         """After an error, call the function `work`, which saves the run. Each rank with an error must call this method.
@@ -344,7 +300,7 @@ def default_num_threads(local_size: int) -> int:
 def shutdown(world: World):
     """Wait for all ranks, and destroy the process group of the run, if there is one."""
     world.barrier("finish the run")
-    faulthandler.cancel_dump_traceback_later()
+    stop_watchdog()
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank
         if world.ends_group:

@@ -25,14 +25,14 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed import process_group
-from minivlmrl.json_files import json_text, parse_json, read_lines
+from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.rollout_log import LogLine, groups
+from minivlmrl.run.rollout_log import LogLine, groups, read_lines
 from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.base import Step, Trainer
 

@@ -22,7 +22,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import error_context, require, truncate
 from minivlmrl.files import RUN_CONFIG, file_inside, file_to_write
-from minivlmrl.json_files import json_text, read_json, read_lines
+from minivlmrl.json_files import json_text, read_json
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import (
@@ -36,7 +36,7 @@ from minivlmrl.run.metrics import (
     short_names,
 )
 from minivlmrl.run.results import SUMMARY
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, read_lines
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 

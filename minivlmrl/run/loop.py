@@ -16,6 +16,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
+from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import error_phase
 from minivlmrl.model.trainable import is_in_tower
@@ -54,7 +55,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
     world = signals.world  # with the function stop_if_preempted, which ends the run after a signal
-    with signals, world.hang_watchdog(), locked(config.output_dir, world):
+    with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
         # rows, processor and weights
         with notify_on_error(callbacks):
             with error_phase("load"):

@@ -32,11 +32,14 @@ import PIL.Image
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import build
 from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import error_context
+from minivlmrl.json_files import parse_json
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
@@ -51,6 +54,24 @@ class LogLine:
 
     stage: str
     step: int
+
+
+def read_lines(path: Path, form: type) -> list[dict]:
+    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
+
+    A last line without a newline is ignored, because a run may still be writing the line.
+
+    Args:
+        form: dataclass with the fields that each line must have.
+    """
+    text = path.read_bytes() if path.is_file() else b""
+    contents = []
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+        with error_context(f"{path}:{number}"):
+            content = parse_json(line)
+            build(form, content, f"{path}:{number}", json=True)
+        contents.append(content)
+    return contents
 
 
 class CompletionsLog:

@@ -13,7 +13,7 @@ import torch
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.loader import Batches
-from minivlmrl.distributed import process_group, saving
+from minivlmrl.distributed import process_group, saving, watchdog
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
@@ -210,7 +210,7 @@ def check_resumed(home, tmp_path):
 
 @pytest.fixture
 def early_notices(monkeypatch):
-    monkeypatch.setattr(process_group, "NOTICE", 0.5)
+    monkeypatch.setattr(watchdog, "NOTICE", 0.5)
     monkeypatch.setattr(process_group, "LAST_ERRORS", 0.5)
 
 

@@ -1,0 +1,64 @@
+"""Watch over ranks that wait: say for whom, and end a process that hangs."""
+
+import faulthandler
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.distributed_c10d import Store
+
+NOTICE = 60.0  # seconds after which a rank prints which ranks it is waiting for
+
+stop_watchdog = faulthandler.cancel_dump_traceback_later
+
+
+@contextmanager
+def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iterator[None]:
+    """Print which ranks are late if the block takes longer than a minute.
+
+    Args:
+        store: where ranks count their waits; None prints nothing.
+        work: what the ranks wait for, such as "read images".
+    """
+    if store is None:
+        yield
+        return
+    number = store.add(f"waits of rank {rank}", 1)
+
+    def print_notice():
+        waits = [store.add(f"waits of rank {other}", 0) for other in range(size)]
+        late = [str(other) for other, done in enumerate(waits) if done < number]
+        if late:
+            ranks = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}"
+            print(f"rank {rank} has waited {NOTICE:g} s for {ranks} to {work}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(NOTICE, print_notice)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def hang_watchdog(max_wait: float | None, size: int) -> Iterator[None]:
+    """End the process with a traceback and exit code 1 if the block hangs."""
+    restart_watchdog(max_wait, size)
+    try:
+        yield
+    finally:
+        stop_watchdog()
+
+
+def restart_watchdog(max_wait: float | None, size: int):
+    """Restart the time limit of this process.
+
+    Args:
+        max_wait: seconds, None = no limit; doubled with several ranks, so that waiting ranks can save a checkpoint.
+        size: number of ranks.
+    """
+    if max_wait is not None:
+        limit = max_wait if size == 1 else 2 * max_wait
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
