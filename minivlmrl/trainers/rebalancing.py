@@ -39,6 +39,10 @@ class SerializedGroup:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
+# a group on its way to another rank, its first sample's index, and its image embeddings
+Payload = tuple[SerializedGroup, int, Tensor | None]
+
+
 def load_groups(
     batches: Batches, groups: Sequence[SerializedGroup], first_samples: Iterable[int]
 ) -> list[list[Sample]]:
@@ -52,6 +56,14 @@ def load_groups(
     return loaded
 
 
+def payload_of(samples: list[Sample]) -> Payload:
+    first = samples[0]
+    embeds = first.prompt.vision_embeds
+    if embeds is not None:
+        embeds = embeds.cpu().clone()  # only this prompt's rows of a larger tensor
+    return SerializedGroup.from_samples(samples), first.index, embeds
+
+
 def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
     """Exchange groups between ranks, and return this rank's new groups, longest first.
 
@@ -62,16 +74,11 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
     """
     world = batches.world
     assignment = assign_groups(world.gather_objects(lengths))
-    payloads = []  # for each rank, {index of a group: (the group, its first sample's index, its image embeddings)}
+    payloads: list[dict[int, Payload]] = [{} for _ in assignment]
     for rank, part in enumerate(assignment):
-        payload = {}
-        for i in [i for source, i in part if source == world.rank != rank]:
-            first = groups[i][0]
-            embeds = first.prompt.vision_embeds
-            if embeds is not None:
-                embeds = embeds.cpu().clone()  # only this prompt's rows of a larger tensor
-            payload[i] = SerializedGroup.from_samples(groups[i]), first.index, embeds
-        payloads.append(payload)
+        for source, i in part:
+            if source == world.rank and rank != source:
+                payloads[rank][i] = payload_of(groups[i])
     arrived = world.exchange(payloads)
     part = assignment[world.rank]
     moved = [arrived[source][i] for source, i in part if source != world.rank]
