@@ -111,7 +111,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
         raise ValueError(f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}")
-    state = None
+    checkpoint = None
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
@@ -120,16 +120,16 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
             continue
         state = read_trainer_state(path)
         if (state.stage, state.step) <= wanted_step:
-            state = path
-    print(f"{stage} step {number}, replayed from {state or 'the start of the run'}")
+            checkpoint = path
+    print(f"{stage} step {number}, replayed from {checkpoint or 'the start of the run'}")
 
     data = replace(config.data, eval_rows=0)
     with TemporaryDirectory() as scratch:
         reward_model = Path(config.output_dir) / "reward_model"
-        if state and reward_model.is_dir():
+        if checkpoint and reward_model.is_dir():
             shutil.copytree(reward_model, Path(scratch) / "reward_model")
         config = replace(
-            config, output_dir=scratch, resume=str(state) if state else "never", report_to=[],
+            config, output_dir=scratch, resume=str(checkpoint) if checkpoint else "never", report_to=[],
             eval_steps=0, save_steps=0, best_metric=None, data=data,
         )  # fmt: skip
         try:
