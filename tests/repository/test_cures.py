@@ -1,0 +1,134 @@
+"""Test what messages tell a user to type: commands run in their situation, and options are accepted."""
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from minivlmrl.__main__ import COMMANDS
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.extras.convert.command import main as convert
+from tests.helpers.links import ROOT
+
+
+def texts(file: Path) -> list[str]:
+    """Return the texts of a file without docstrings; VALUE stands for a value in an f-string."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    documented = [
+        node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
+    ]
+    hidden = {id(node.value) for node in documented if isinstance(node, ast.Expr)}
+    found, parts = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "VALUE" for part in node.values))
+            parts |= {id(part) for part in node.values}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden | parts:
+            found.append(node.value)
+    return found
+
+
+FILES = [file for folder in ("minivlmrl", "recipes", "kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
+TEXTS = [text for file in FILES for text in texts(file)]
+COMMAND = re.compile(r"`((?:minivlmrl|python|git|hf|pip) [^`]+)`")
+OPTION = re.compile(r"(--[a-z_]+(?:\.[a-z0-9_]+)?=(?:\[.*?\]|\{.*?\}|[\w.]*\w))")
+PRINTED = {command for text in TEXTS for command in COMMAND.findall(text)}
+TYPED = {option for text in TEXTS for option in OPTION.findall(text)}
+OF_COMMANDS = {"--framework", "--recipe", "--columns", "--layout", "--section.name"}  # options that are not a recipe's
+OTHERS = {"git lfs", "hf download", "pip install"}  # programs of others
+
+
+@pytest.mark.parametrize("option", sorted(TYPED))
+def test_an_option_that_a_message_prints_is_accepted(option):
+    name, _, value = option.partition("=")
+    if name not in OF_COMMANDS:
+        load_config("shapes.yaml", [f"{name}={value.replace('VALUE', 'grpo' if name == '--stages' else '1')}"])
+
+
+@pytest.mark.parametrize("command", sorted(PRINTED))
+def test_a_command_that_a_message_prints_exists(command):
+    program, name, *_ = command.split()
+    if program == "minivlmrl":
+        assert name in COMMANDS
+    elif name == "-m":
+        assert (
+            (ROOT / command.split()[2].replace("minivlmrl.kernels", "kernels").replace(".", "/"))
+            .with_suffix(".py")
+            .is_file()
+        )
+    else:
+        assert (ROOT / name).is_file() or f"{program} {name}" in OTHERS
+
+
+ASKED = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]
+COCO = {
+    "images": [{"id": 1, "file_name": "red.png"}],
+    "annotations": [{"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4]}],
+    "categories": [{"id": 2, "name": "cat"}],
+}
+SITUATIONS = {  # {file: content}; a run refuses each file and prints a command
+    "commas.csv": "image,problem,solution\nred.png,What?,Red.\n",
+    "semicolons.csv": "image;problem;solution\nred.png;What?;Red.\n",
+    "tabs.tsv": "image\tproblem\tsolution\nred.png\tWhat?\tRed.\n",
+    "coco.json": json.dumps(COCO, indent=1),
+    "sharegpt.json": json.dumps([{"image": "red.png", "messages": ASKED}]),
+    "two layouts.jsonl": json.dumps({"image": "red.png", "query": "a", "instruction": "What?", "output": "Red."}),
+    "classes/red/1.png": None,
+    "split@train": None,
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    red = PIL.Image.new("RGB", (56, 56), "red")
+    red.save("red.png")
+    if name == "split@train":
+        pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        Path("split").mkdir()
+        rows = {"question": ["What?"], "answer": ["Red."], "image": [{"bytes": Path("red.png").read_bytes()}]}
+        for split in ("train", "test"):
+            parquet.write_table(pa.table(rows), f"split/{split}-0.parquet")
+    elif name.startswith("classes"):
+        Path(name).parent.mkdir(parents=True)
+        red.save(name)
+    else:
+        Path(name).write_text(SITUATIONS[name])
+    path = "classes" if name.startswith("classes") else name
+    old = {*tmp_path.rglob("*")}
+    with pytest.raises(ValueError) as refused:
+        FileDataset(path, ("problem", "solution"))
+    message = str(refused.value)
+    for _ in range(2):  # the first command may print a second one
+        [command] = re.findall("minivlmrl convert (.*?)(?:`|$)", message)
+        try:
+            assert convert(shlex.split(command)) == 0
+            break
+        except ValueError as error:
+            message = str(error)
+    [new] = {*tmp_path.rglob("*")} - old
+    options = {"prompt_template": "What is it?"} if path == "classes" else {}
+    assert len(FileDataset(new, ("problem", "solution"), **options)) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--rewards=accuracy"], ["--rewards=[iou, format]"]])
+def test_the_option_that_replaces_a_wrong_one_is_accepted(arguments):
+    with pytest.raises(ValueError) as refused:
+        load_config("shapes.yaml", arguments)
+    [cure] = re.findall('write "(.*)"$', str(refused.value))
+    assert all(weight == 1 for weight in load_config("shapes.yaml", [cure]).rewards.values())
+
+
+def test_a_file_of_rows_in_the_place_of_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    with pytest.raises(ValueError) as refused:
+        load_config("rows.jsonl")
+    recipe, option = re.search("write (.*)", str(refused.value))[1].split()
+    assert load_config(recipe, [option]).data.train_file == str(tmp_path / "rows.jsonl")
