@@ -201,7 +201,7 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
 
     def similarity(known: str) -> float:
         is_short = len(words) > 1 and words <= {*known.split("_")}  # old_logps for old_per_token_logps
-        return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name).ratio())
+        return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name.lower()).ratio())
 
     similarities = {known: similarity(known) for known in names}
     nearest = max(similarities.values(), default=0)

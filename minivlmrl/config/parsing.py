@@ -241,8 +241,8 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
         if said := _foreign_name(root, inner, str(name), dashes):
             return f"unknown key {inner}{name}; {said}"
         inner += f"{name}."
-    for path in sorted(paths, key=lambda path: not path.startswith("grpo.")):  # then the options of other sections
-        names.setdefault(path.rpartition(".")[2], path)
+    for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
+        names.setdefault(path.rpartition(".")[2], path)  # an option of a section that was left out
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 

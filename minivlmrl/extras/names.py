@@ -59,7 +59,8 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
         if row.title == "removed":
             return f"{row.name} was removed. Instead: {row.here}"
     same = [option for option in options if name in (option.rpartition(".")[2], option.replace(".", "_"))]
-    groups = [[option] for option in same if not (section and section + name in tables)]
+    is_other = section and (section + name in tables or name in ("name", "path", "config"))
+    groups = [[option] for option in same if not is_other]
     groups += [[option for option in CODE.findall(row.here) if option in options] for row in named]
     stages = [option.partition(".")[0] for option in options if option.endswith(".max_steps")]
     for group in [*groups]:  # grpo.learning_rate stands for the options of all stages

@@ -59,6 +59,8 @@ def test_every_removed_option_is_answered(name):
     ("grpo.kl_coef", "the name in minivlmrl is --grpo.beta (in the loss"),
     ("ppo.beta", "no such option in the section ppo; --dpo.beta and --grpo.beta belong to other stages"),
     ("actor_rollout_ref.rollout.n", "unknown key actor_rollout_ref.rollout.n; the name in minivlmrl is --grpo.num_ge"),
+    ("model.name", "the name in minivlmrl is --model.path"),
+    ("adapter.rank", "the name in minivlmrl is --adapter.r"),
     ("lora.r", "unknown key lora.r; the name in minivlmrl is --adapter.r"),
     ("device", "CUDA_VISIBLE_DEVICES=-1 the CPU"),
 ])  # fmt: skip
@@ -66,6 +68,8 @@ def test_an_answer_fits_the_section_in_which_a_name_is_typed(name, answer):
     assert answer in refusal(name)
 
 
-@pytest.mark.parametrize("name", ["zzz", "grpo.zzz", "frame_rate", "model_card", "num_fewshot"])
+@pytest.mark.parametrize(
+    "name", ["zzz", "grpo.zzz", "grpo.clip_range", "reference.name", "frame_rate", "model_card", "num_fewshot"]
+)
 def test_nothing_is_guessed_for_a_name_that_no_option_resembles(name):
     assert not re.search("did you mean|the name in", refusal(name)) and "known keys are " in refusal(name)
