@@ -1,29 +1,81 @@
-"""Train recipes/sums.yaml with TRL's GRPOTrainer and PEFT on the text model, to compare speed, memory and accuracy.
+"""Train the first steps of recipes/sums.yaml with minivlmrl and with TRL's GRPOTrainer and PEFT; compare the cost.
 
-    python benchmarks/trl_sums.py Qwen2.5-Coder-0.5B-Instruct/ --rows sums_train.jsonl --steps 20 --json trl.json
+    python benchmarks/trl_sums.py minivlmrl vlm/ --rows . --steps 20 --json ours.json
+    python benchmarks/trl_sums.py TRL Qwen2.5-Coder-0.5B-Instruct/ --rows . --steps 20 --json trl.json --order ours.json
+    python benchmarks/trl_sums.py logps vlm/ --rows . --text Qwen2.5-Coder-0.5B-Instruct/ --json logps.json
 
-The folder of the text model is the one that recipes/from_text_model.py read. Options of the method are the recipe's.
-The base model has bfloat16 weights and the adapters float32 weights, and both compute in bfloat16, as in the recipe.
-After each step, the JSON file gets its mean accuracy, its CPU seconds, and the peak of memory so far.
+recipes/from_text_model.py made the folder vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with
+the rows of our run in the same order. Options of the method are the recipe's. TRL's base model has bfloat16 weights,
+its adapters have float32 weights, and both compute in bfloat16. --batch is the number of completions in a forward and
+backward pass of TRL. Each run ends after --steps steps of a schedule of 40, without saving a model. A step's accuracy
+is that of its 128 completions before the update.
 """
 
 import argparse
 import json
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported; no network is needed
-import datasets
-import peft
-import torch
-import transformers
-import trl
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+
+from minivlmrl.config.loading import load_config  # noqa: E402
+from minivlmrl.data.rows import Completion  # noqa: E402
+from minivlmrl.model.checkpoint import load_model, load_processor  # noqa: E402
+from minivlmrl.model.logprobs import per_token_logps  # noqa: E402
+from minivlmrl.model.packing import pack  # noqa: E402
+from minivlmrl.run.callbacks import Callback, default_callbacks  # noqa: E402
+from minivlmrl.run.loop import run_training  # noqa: E402
 
 SYSTEM = "You are a helpful assistant."
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COMPLETIONS = 128  # 16 prompts, 8 completions each
+
+
+class Record:
+    """Write accuracy, CPU seconds and peak memory of each step to a file, and end the process after the last one."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.steps, self.rows, self.start = options, [], [], time.process_time()
+
+    def add(self, accuracy: float):
+        seconds = time.process_time() - self.start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.steps.append({"accuracy": accuracy, "cpu_seconds": round(seconds, 1), "peak_gib": round(peak, 2)})
+        print(json.dumps(self.steps[-1]), flush=True)
+        content = {"batch": self.options.batch, "dtype": self.options.dtype, "steps": self.steps, "rows": self.rows}
+        self.options.json.write_text(json.dumps(content) + "\n")
+        if len(self.steps) == self.options.steps:
+            os._exit(0)  # without saving the model
+
+
+class OurRecord(Callback):
+    """A Record of our run."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+
+    def on_stage_begin(self, trainer, optimizer, state):
+        self.record = Record(self.options)
+
+    def on_step_begin(self, trainer, optimizer, step, number, batches):
+        self.record.rows += [group[0].row.index for group in step.rollout.groups]
+
+    def on_step_end(self, trainer, step, number, values):
+        self.record.add(values["rewards/accuracy/mean"])
+
+
+def train_ours(options: argparse.Namespace):
+    changes = [f"--model.path={options.model}", f"--data.train_file={options.rows / 'sums_train.jsonl'}"]
+    changes += ["--data.eval_file=null", "--data.eval_rows=0", "--eval_steps=0", "--resume=never"]
+    changes += [f"--output_dir={options.json.with_suffix('')}_run", "--num_threads=1", "--checkpoint_minutes=0"]
+    config = load_config(str(ROOT / "recipes" / "sums.yaml"), changes)
+    run_training(config, [*default_callbacks(config), OurRecord(options)])
 
 
 def accuracy(completions, solution, **columns):
@@ -31,64 +83,89 @@ def accuracy(completions, solution, **columns):
     return [float(text == right) for text, right in zip(texts, solution, strict=True)]
 
 
-class Recorder(transformers.TrainerCallback):
-    """Record accuracy, CPU seconds and memory of each step."""
-
-    def __init__(self, file: Path):
-        self.file, self.steps, self.start = file, [], time.process_time()
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        if "reward" not in logs:  # the summary at the end
-            return
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        step = {"accuracy": float(logs["reward"]), "cpu_seconds": round(time.process_time() - self.start, 1)}
-        self.steps.append(step | {"seconds": round(float(logs["step_time"]), 1), "peak_gib": round(peak, 2)})
-        print(json.dumps(self.steps[-1]), flush=True)
-        self.file.write_text(json.dumps(self.steps))
+def as_chat(problem: str) -> list[dict]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of the text model")
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=16, help="completions in a forward and backward pass")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
-    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["problem"]}] for row in rows]
+def read_rows(options: argparse.Namespace) -> list[dict]:
+    return [json.loads(line) for line in (options.rows / "sums_train.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def train_trl(options: argparse.Namespace):
+    import datasets
+    import peft
+    import transformers
+    import trl
+
+    class Recorder(transformers.TrainerCallback):
+        def on_train_begin(self, *given, **kwargs):
+            self.record = Record(options)
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            self.record.add(float(logs["reward"]))
+
+    order = json.loads(options.order.read_text())["rows"]
+    given = read_rows(options)
+    rows = [given[index] for index in order]
+    columns = {"prompt": [as_chat(row["problem"]) for row in rows], "solution": [row["solution"] for row in rows]}
     parts = COMPLETIONS // options.batch
     config = trl.GRPOConfig(
         # the method, as in recipes/sums.yaml
         num_generations=8, max_completion_length=12, max_steps=40, learning_rate=1e-4, warmup_steps=3,
-        lr_scheduler_type="linear", adam_beta2=0.99, beta=0.0, loss_type="dapo",
+        lr_scheduler_type="linear", adam_beta2=0.99, beta=0.0, loss_type="dapo", shuffle_dataset=False,
         # the CPU
         per_device_train_batch_size=options.batch, gradient_accumulation_steps=parts, steps_per_generation=parts,
         use_cpu=True, bf16=options.dtype == "bfloat16", gradient_checkpointing=False,
         model_init_kwargs={"dtype": options.dtype},
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, output_dir="trl_sums",
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        output_dir=str(options.json.with_suffix("")) + "_run",
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         options.model,
         accuracy,
         config,
-        train_dataset=datasets.Dataset.from_dict({"prompt": chats, "solution": [row["solution"] for row in rows]}),
+        train_dataset=datasets.Dataset.from_dict(columns),
         peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules=LAYERS, task_type="CAUSAL_LM"),
-        callbacks=[Recorder(options.json), Stop(options.steps)],
+        callbacks=[Recorder()],
     )
     trainer.train()
 
 
-class Stop(transformers.TrainerCallback):
-    """End training early, without changing the schedule of the learning rate."""
+@torch.no_grad()
+def compare_logps(options: argparse.Namespace):
+    """Compare log-probabilities of some solutions, in our model and in transformers', in float32."""
+    import transformers
 
-    def __init__(self, steps: int):
-        self.steps = steps
+    model, processor = load_model(options.model), load_processor(options.model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(options.text, dtype=torch.float32)
+    largest, smallest, tokens = 0.0, 0.0, 0
+    for row in read_rows(options)[:16]:
+        prompt = processor(as_chat(row["problem"]), [])
+        answer = torch.tensor([*processor.tokenizer.encode(row["solution"]), processor.stop_token_ids[0]])
+        ours, _ = per_token_logps(model, pack([prompt], [[Completion(answer)]], model.config))
+        logits = theirs(torch.cat([prompt.input_ids, answer])[None]).logits[0, -len(answer) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        largest = max(largest, (ours - expected).abs().max().item())
+        smallest, tokens = min(smallest, expected.min().item()), tokens + len(answer)
+    result = {"largest_difference": largest, "smallest_logp": smallest, "tokens": tokens}
+    options.json.write_text(json.dumps(result) + "\n")
+    print(result)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step >= self.steps
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=["minivlmrl", "TRL", "logps"])
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("--rows", type=Path, required=True, help="folder with sums_train.jsonl")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--order", type=Path, help="JSON file of our run, for the order of TRL's rows")
+    parser.add_argument("--text", help="folder of the text model, for logps")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    {"minivlmrl": train_ours, "TRL": train_trl, "logps": compare_logps}[options.run](options)
 
 
 if __name__ == "__main__":
