@@ -147,7 +147,10 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section of a file; `name` is the section's path, or "" for the whole file."""
-        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
+        expected = "an object with names and values"
+        if self.dashes and "." not in name:
+            expected += f"; set its options, as in --{name}.{next(iter(inspect.get_annotations(cls)), 'NAME')}=..."
+        require(isinstance(values, dict), name or "the file", values, expected)
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
