@@ -67,10 +67,10 @@ MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\
 # a conversation that a chat template has already rendered
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
 # Tags of other projects: ms-swift marks names and boxes from its column `objects`, Qwen-VL writes the path of an image
-# between <img> tags, and MMMU writes <image 1>.
+# between <img> tags, MMMU writes <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>.
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
-OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)
+OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
 LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # beginning of a list of objects or texts in JSON or Python
 
 

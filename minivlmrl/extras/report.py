@@ -212,8 +212,11 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     for when, before, after in zip([*evaluations][1:], values, values[1:], strict=False):
         size = "can be noise" if abs(after - before) <= noise(before, after, num_rows) else "more than noise"
         changes.append(f"{after - before:+.3f} in {when.removeprefix('after_')} ({size})")
+    blind = [*evaluations.values()][-1].get(f"{name.removesuffix('_sampled')}_gray_image")
     name = short_names([name])[0].removeprefix("eval/")
     text = f"{name} on {num_rows} held-out rows changed by {', '.join(changes)}."
+    if blind is not None:
+        text += f" With gray images, it is {blind:.3f}."
     chance = summary.get("chance")
     if chance is not None and values[-1] <= chance + noise(chance, chance, num_rows) / math.sqrt(2):
         text += f" Guessing gives {chance:.3f}, and the difference from the last value can be noise."

@@ -2,11 +2,12 @@
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
@@ -151,15 +152,23 @@ class Results:
     def chance(self) -> float | None:
         """Return the accuracy of guessing without seeing the image, or None if the first metric is not an accuracy.
 
-        For rows from a file, guessing means answering every row with the most frequent solution in the held-out rows.
+        For rows from a file, guessing means answering each question with its most frequent solution in the held-out
+        rows, and a question that occurs once with the most frequent solution of all rows.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
         if self.config.data.task:
             return get_task(self.config.data.task).chance
-        solutions = [row.columns.get("solution") for row in self.held_out]
-        counts = Counter(str(solution) for solution in solutions if solution is not None)
-        return max(counts.values()) / counts.total() if counts else None
+        counts = defaultdict(Counter)  # {question: number of rows with each solution}
+        for row in self.held_out:
+            if (solution := row.columns.get("solution")) is not None:
+                counts["\n".join(map(text_of, row.messages))][str(solution)] += 1
+        total = sum(counts.values(), Counter())
+        if not total:
+            return None
+        commonest = total.most_common(1)[0][0]
+        right = (max(count.values()) if count.total() > 1 else count[commonest] for count in counts.values())
+        return sum(right) / total.total()
 
     def write(self, trainer: Trainer | None = None):
         """Write summary.json before the weights, because saving the weights may fill the disk."""

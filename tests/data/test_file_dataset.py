@@ -330,7 +330,9 @@ DROPPED = [  # (row with something that SFT would not use, its name in the error
     (PAIR | {"A": "one", "B": "two"}, "A"),
     (PAIR | SHOWN | {"images": ["red.png"]}, "images"),
     ({"messages": [user("<image 1> or <image 2>?"), YES], "images": ["red.png", "blue.png"]}, "<image 1>"),
-    ({"messages": [user("<IMAGE>?"), YES]} | SHOWN, "<IMAGE>"),
+    *[({"messages": [user(f"{tag}?"), YES]} | SHOWN, tag) for tag in (
+        "<IMAGE>", "<|image|>", "<|image_1|>", "<image_placeholder>", "<ImageHere>", "[IMG]",
+    )],
     ({"messages": [HI, YES | {"end_turn": False}]}, "end_turn"),
     ({"messages": [HI, YES | {"function_call": {"name": "zoom"}}]}, "function_call"),
     ({"messages": [HI, YES | {"audio": {"id": "a"}}]}, "audio"),

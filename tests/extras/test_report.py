@@ -74,6 +74,8 @@ def test_each_stage_is_compared_with_noise_and_with_guessing(values, expected, g
     text = report.describe_change(summary, 256)
     assert text.startswith(f"accuracy_sampled on 256 held-out rows changed by {expected}")
     assert (" Guessing gives 0.100, and the difference from the last value can be noise." in text) == guesses
+    results[names[-1]]["eval/accuracy_gray_image"] = 0.25
+    assert " With gray images, it is 0.250." in report.describe_change(summary, 256)
     missing = {"start": {}, "after_dpo": {"eval/accuracy_sampled": None}}
     assert report.describe_change(missing, 256) is None and report.describe_change({**results, **missing}, 256) is None
     assert report.describe_change(summary, 0) is None and report.describe_change({"chance": 0.1}, 256) is None

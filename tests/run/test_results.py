@@ -23,6 +23,7 @@ from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_class
 from tests.helpers.runs import LETTERS, metrics, summary
 from tests.helpers.stages import ONE, SECOND_RANK
+from tests.helpers.talk import user
 
 
 @pytest.fixture
@@ -194,6 +195,17 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         assert main(["memory", "--model", str(tmp_path / kind)]) == 0
         answers[kind] += capsys.readouterr().out.partition(":")[2].encode()
     assert answers["merged"] == answers["adapter"]
+
+
+def test_chance_answers_each_question_with_its_most_frequent_solution(results):
+    """A question that occurs once gets the most frequent solution of all rows, which is "3"."""
+    asked = ["kind?", "kind?", "kind?", "count?", "count?", "count?", "total?", "gauge?"]
+    said = ["a", "a", "b", "3", "3", "2", "9.5", "3"]
+    rows = [
+        Row([user(question)], [], columns={"solution": solution})
+        for question, solution in zip(asked, said, strict=True)
+    ]
+    assert results("--data.task=null", held_out=rows).chance() == 5 / 8
 
 
 @pytest.mark.parametrize(("solutions", "options", "chance"), [
