@@ -268,8 +268,14 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
     return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
 
 
+def read_yaml(path: Path) -> Plain:
+    """Parse a YAML file, and name the file in an error."""
+    with error_context(str(path)):
+        return parse_yaml(path.read_bytes())
+
+
 def read_section(recipe: Path | None, name: str) -> dict:
-    values = parse_yaml(recipe.read_bytes()) if recipe is not None and recipe.is_file() else None
+    values = read_yaml(recipe) if recipe is not None and recipe.is_file() else None
     section = values.get(name) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else {}
 

@@ -25,6 +25,8 @@ from minivlmrl.extras.check.preflight import (
     describe_boxes,
     describe_hardware,
     describe_model,
+    empty_solutions,
+    find_mistakes,
     try_rewards,
 )
 from minivlmrl.run import setup
@@ -218,7 +220,15 @@ def notes(*options, **datasets):
 
 def notes_of(config, **datasets):
     trainers = {name: find_trainer(name, config) for name in config.stage_names}
-    return list(collect_notes(config, trainers, datasets))
+    return [*collect_notes(config, trainers), *find_mistakes(config, datasets), *empty_solutions(config, datasets)]
+
+
+def test_an_empty_solution_is_said(write_rows):
+    """`check` finds it in the same rows."""
+    rows = FileDataset(write_rows(*({"problem": "a", "solution": text} for text in ("red", "", " "))))
+    [note] = notes(grpo=rows)
+    assert note.startswith("2 of 3 rows of grpo have an empty solution, which reward accuracy does not score (the")
+    assert not notes(sft=rows)
 
 
 def test_options_without_effect_are_reported():

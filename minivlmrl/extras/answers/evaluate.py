@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import as_overrides, load_config, read_section, trained_quantization
+from minivlmrl.config.loading import as_overrides, load_config, read_section, read_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import parse_yaml
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
@@ -160,10 +159,10 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
 def find_recipe(model: str | Path) -> Path | None:
     """Return the recipe of the run that trained a model, or else the model's own minivlmrl.yaml, if there is one."""
     own = find_folder(model) / INFERENCE_CONFIG
-    own_options = parse_yaml(own.read_bytes()) if own.is_file() else {}
+    own_options = read_yaml(own) if own.is_file() else {}
     for folder in Path(model).absolute().parents[:3]:  # RUN is a parent of RUN/best/checkpoint
         recipe = folder / RUN_CONFIG
-        if recipe.is_file() and (folder / METRICS).is_file() and contains(parse_yaml(recipe.read_bytes()), own_options):
+        if recipe.is_file() and (folder / METRICS).is_file() and contains(read_yaml(recipe), own_options):
             return recipe
     return own if own.is_file() else None
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
@@ -16,7 +16,7 @@ from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import USER_FILES, error_context, truncate
+from minivlmrl.errors import USER_FILES, error_context, pluralize, truncate
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.extras.check.summary import describe_device, trainable_summary
@@ -27,6 +27,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
@@ -37,6 +38,8 @@ TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of pa
 
 class Preflight(Callback):
     """Callback that checks a recipe, its rows and its rewards before the first step, and describes them."""
+
+    mistakes: Sequence[str] = ()  # for a run; `check` lists its own findings
 
     def on_setup(self, config: RunConfig, world: World):
         if world.is_main:
@@ -66,8 +69,12 @@ class Preflight(Callback):
         if world.is_main:
             describe_model(config, model)
             describe_thought(processor)
-            print_all(collect_notes(config, trainers, datasets))
+            print_all(collect_notes(config, trainers))
             print_all(describe_boxes(trainers, datasets, processor))
+            self.mistakes = [*find_mistakes(config, datasets), *empty_solutions(config, datasets)]
+
+    def on_run_begin(self, config: RunConfig, log: MetricsLog):
+        print_all(self.mistakes)
 
 
 def print_all(notes: Iterable[str]):
@@ -190,13 +197,27 @@ def describe_thought(processor: Processor):
     )
 
 
-def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about options that no stage of the recipe uses, and about likely mistakes."""
+def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
+    """Yield warnings about options that no stage of the recipe uses."""
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
     for options, reason in options_without_effect(config, trainers):
         yield f"{', '.join(options)}: no effect, because {reason}"
-    yield from find_mistakes(config, datasets)
+
+
+def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Yield a warning if rows have an empty solution, which the reward `accuracy` leaves out."""
+    for stage, rows in datasets.items():
+        rewards = config.eval_rewards if stage == "eval" else config.rewards
+        is_scored = stage == "eval" or find_trainer(stage, config).samples_completions
+        if not (is_scored and "accuracy" in rewards and isinstance(rows, FileDataset)):
+            continue
+        empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
+        if empty:
+            yield (
+                f"{len(empty)} of {pluralize(len(rows), 'row')} of {stage} have an empty solution, which reward "
+                f"accuracy does not score (the first is {empty[0]}); write a solution, or remove the row"
+            )
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
