@@ -181,18 +181,20 @@ def score_boxes(
     return [value for value, _ in scored]
 
 
-def check_inside(solution: Any, size: tuple[int, int]):
+def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
     """Raise ValueError if a box in a solution extends beyond the image by more than a pixel, or is not in pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.
-        size: (width, height) of the image in pixels of the file.
+        size: (width, height) of the row's first image in pixels of the file.
+        num_images: number of the row's images.
     """
+    image = "the image" if num_images == 1 else f"the first image (of {num_images})"
     for _, box in read_boxes(str(solution), size):
         sides = zip(box.numbers, size * 2, strict=True)
         if max(box.numbers) <= 1 or any(not -1 <= number <= side + 1 for number, side in sides):
             raise ValueError(
-                f"the solution {solution!s:.80} is not a box inside the image of {size[0]} x {size[1]} pixels; write "
+                f"the solution {solution!s:.80} is not a box inside {image} of {size[0]} x {size[1]} pixels; write "
                 "x1, y1, x2, y2 in pixels of the image file"
             )
 

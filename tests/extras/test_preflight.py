@@ -223,6 +223,16 @@ def notes_of(config, **datasets):
     return [*collect_notes(config, trainers), *find_mistakes(config, datasets), *empty_solutions(config, datasets)]
 
 
+def test_boxes_of_rows_with_several_images_are_said(write_rows):
+    row = {"problem": "a", "images": ["red.png", "blue.png"], "solution": [1, 2, 5, 6]}
+    rows = FileDataset(write_rows(row, row | {"images": ["red.png"]}, row | {"solution": "cat"}))
+    assert not notes(grpo=rows)
+    for reward in ("iou", "box_format", f"{recipes_folder()}/vlm_r1.py:detection"):
+        [note] = notes(f"--rewards={{'{reward}': 1.0}}", grpo=rows)
+        assert note.startswith("1 of 3 rows of grpo have a box and several images (the first is ")
+        assert f"but reward {reward} measures boxes in the first image" in note
+
+
 def test_an_empty_solution_is_said(write_rows):
     """`check` finds it in the same rows."""
     rows = FileDataset(write_rows(*({"problem": "a", "solution": text} for text in ("red", "", " "))))

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import signature
 from types import ModuleType
 
 import torch
 
 from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
@@ -161,7 +163,7 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
                 size = row.images[0].size if row.images else None
             with error_context(row.where):
                 if size is not None:
-                    check_inside(row.columns.get("solution"), size)
+                    check_inside(row.columns.get("solution"), size, len(row.images))
 
 
 def describe_hardware(config: RunConfig, world: World):
@@ -205,6 +207,23 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
         yield f"{', '.join(options)}: no effect, because {reason}"
 
 
+def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Yield a warning if rewards compare boxes in rows with several images."""
+    for stage, rows in datasets.items():
+        rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
+        names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
+        is_scored = stage == "eval" or find_trainer(stage, config).samples_completions
+        if not (is_scored and names and isinstance(rows, FileDataset)):
+            continue
+        several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
+        if several:
+            yield (
+                f"{len(several)} of {pluralize(len(rows), 'row')} of {stage} have a box and several images (the first "
+                f"is {several[0]}), but reward {names[0]} measures boxes in the first image; put the image of the box "
+                "first, or leave out the others"
+            )
+
+
 def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield a warning if rows have an empty solution, which the reward `accuracy` leaves out."""
     for stage, rows in datasets.items():
@@ -227,6 +246,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
             'would be a part of the answer; leave out format, as in "--rewards={accuracy: 1.0}"'
         )
+    yield from boxes_of_several_images(config, datasets)
     dtype = DTYPES[config.model.dtype]
     # Float32 adapters lose no small updates, and adamw_8bit adds lost updates to the next ones.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r

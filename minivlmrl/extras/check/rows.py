@@ -177,7 +177,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         try:
             if row.images:
-                check_inside(row.columns.get("solution") or "", row.images[0].size)
+                check_inside(row.columns.get("solution") or "", row.images[0].size, len(row.images))
         except ValueError as error:
             yield f"{row.where}: {error}."
             return
