@@ -30,12 +30,13 @@ def test_the_first_minibatch_has_the_stored_log_probabilities(stage, samples):
 
 
 @pytest.mark.parametrize(("kl_estimator", "penalty"), [("k1", None), ("k3", 0.7)])
-def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
-    """Advantages follow from the KL penalty, the score, GAE, and whitening over the rollout."""
+def test_advantages_and_returns_by_hand(stage, samples, monkeypatch, kl_estimator, penalty):
+    """Advantages follow from the KL penalty, the weighted sum of the rewards, GAE, and whitening over the rollout."""
+    monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [1.0] * len(completions))
     run = stage(
         "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
         "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
-        f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}",
+        f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}", "--rewards={letters: 2, other: -0.5}",
     )  # fmt: skip
     run.go(2)
     policy, reference = run.model, run.trainer.reference.model
@@ -45,7 +46,7 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
     with torch.no_grad():
         logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
         values = alone.pad(run.trainer.critic(completion_states(policy, alone))[:, 0])
-    mask, scores = alone.completion_mask, letter_rewards(run.trainer, samples[-1])
+    mask, scores = alone.completion_mask, 2 * letter_rewards(run.trainer, samples[-1]) - 0.5
     assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
     if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
         scores[[not c.stopped for c in completions]] -= penalty
