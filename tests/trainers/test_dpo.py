@@ -48,3 +48,13 @@ def test_the_sft_term_is_a_mean_over_the_tokens_of_the_chosen_answers(stage):
         tokens += mask.sum((0, 2))
     assert tokens[0] != tokens[1]
     assert run.update()["loss"] == pytest.approx(-total / tokens[0].item(), rel=1e-9)
+
+
+def test_margins_weigh_the_tokens_beyond_the_shorter_answer(stage):
+    rows = [replace(row, rejected=f"{row.rejected} or so") for row in Shapes(8, "rows")]
+    run = stage("dpo", "--dpo.ld_alpha=0.5", rows=rows)
+    run.go(2)
+    with torch.no_grad():
+        margins = run.trainer.margins(rows)
+        _, metrics = run.trainer.loss(run.trainer.micro_batch(rows))
+    assert 0.1 * margins.mean().item() == pytest.approx(metrics["rewards/margins"].item(), rel=1e-9)
