@@ -1,7 +1,7 @@
-"""Load the functions and classes that a recipe names as "name", "file.py:name" or "package.module:name".
+"""Load functions and classes named in recipes: "name", "file.py:name" or "package.module:name".
 
-In a recipe, "name(option=1)" calls the function `name` with option=1. Errors in the user's code are not converted to
-ValueError, so their traceback points to the user's line.
+"name(option=1)" binds option=1. Errors in user code are not converted to ValueError: the traceback shows the user's
+line.
 """
 
 import ast
@@ -23,7 +23,7 @@ from minivlmrl.load_extra import load_extra
 
 
 def load_name(target: str) -> Any:
-    """Load an object by its name, such as "package.module:name" or "file.py:name"."""
+    """Load "package.module:name" or "file.py:name"."""
     file, _, name = target.rpartition(":")
     module = _load_module(file)
     if not hasattr(module, name):
@@ -39,12 +39,12 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
-        USER_FILES.add(path)  # before the file runs, because its code may fail
+        USER_FILES.add(path)  # before it runs: it may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)
     except ModuleNotFoundError as error:
-        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but imports one that does not
+        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, an import in it fails
             raise
         raise ValueError(f"there is no module {error.name}; install its package, or write file.py:name") from None
     path = getattr(module, "__file__", None)
@@ -54,7 +54,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def code_files() -> set[str]:
-    """Return the user's code files: those that a recipe has loaded, and files beside or below them that they import."""
+    """Return user code files: those that a recipe loaded, and files beside or below that they import."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -76,15 +76,14 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder with the built-in recipes: beside the package in a clone, inside the package in a wheel."""
+    """Return the folder of built-in recipes: beside the package in a clone, inside it in a wheel."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
 def run_file(path: str) -> ModuleType:
-    """Execute a Python file, unless it has been executed already, and return the resulting module."""
-    # A user's module is named after the path of its file, so that pickle finds the module on every rank. Dots in the
-    # path are replaced, because Python would read the part before a dot as the name of a package.
+    """Execute a Python file once, and return its module."""
+    # module named after its path: pickle finds it on all ranks; without dots, which would mean packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -92,7 +91,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = path
     sys.modules[name] = module
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # so that the file can import files beside it
+        sys.path.append(os.path.dirname(path))  # for imports of files beside it
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -102,21 +101,22 @@ def run_file(path: str) -> ModuleType:
 
 
 def split_options(text: str) -> tuple[str, str]:
-    """Split "name(option=value)" into the name and the options, ("name", "option=value")."""
+    """Split "name(option=value)" into ("name", "option=value")."""
     name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
     return (name_and_options[1], name_and_options[2]) if name_and_options else (text, "")
 
 
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Parse a text such as "name(option=value)"; return the object with this name, and the options as a dict.
+    """Parse "name(option=value)", and return the object with this name and the options as a dict.
 
-    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl. The module
-    config/loading.py refuses such names in a recipe from a model's folder.
+    Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
+    refuses
+    them in a recipe from a model folder.
 
     Args:
-        kind: the object's kind for error messages, such as "reward".
-        text: object name, with or without options.
-        table: {name: object, or an object's "package.module:name"}.
+        kind: for error messages, such as "reward".
+        text: name, with or without options.
+        table: {name: object, or its "package.module:name"}.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -135,7 +135,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
-    """Find a function by its name, with or without options (see resolve_object). A class is refused."""
+    """Find a function by name, with or without options (see resolve_object); refuse classes."""
     function, options = resolve_object(kind, text, table)
     check_function(kind, text, function)
     return with_options(function, options)
@@ -154,14 +154,14 @@ def check_function(kind: str, text: str, function: Any):
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class for an item in the recipe's list `stages`.
+    """Return the trainer class for an item of `stages`.
 
     Args:
-        stage: a name in the table, or "file.py:Class".
+        stage: name in the table, or "file.py:Class".
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
-    if options:  # they would be ignored
+    if options:  # would be ignored
         raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise ValueError(
@@ -179,13 +179,13 @@ def load_function(
     names: Collection[str],
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
-    """Find the function named by an option in the `grpo` section, and make it accept the arguments of its calls.
+    """Find the function of an option in section `grpo`, and adapt it to the arguments of its calls.
 
     Args:
-        option, text, table: the option, its value, and the built-in functions; see resolve_object.
-        section: options of the training stage.
+        option, text, table: option, value and built-in functions; see resolve_object.
+        section: options of the stage.
         num_positional, names: see with_arguments.
-        convert: converts another form of the function to one that accepts these arguments.
+        convert: adapts other forms of the function.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
@@ -199,21 +199,20 @@ def load_function(
 def with_arguments(
     function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
 ) -> Callable:
-    """Wrap `function` so that it ignores keyword arguments that do not match a parameter.
+    """Wrap `function` to ignore keyword arguments without a parameter.
 
     Args:
-        function: a user's function, or a built-in one.
-        num_positional: number of positional arguments in a call.
-        names: names of the keyword arguments that a call may pass.
-        options: further values, which are passed to the parameters with these names.
+        num_positional: positional arguments per call.
+        names: possible keyword arguments of a call.
+        options: further values, for parameters with these names.
     Raises:
-        ValueError: a parameter of the function would not get a value.
+        ValueError: a parameter would get no value.
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = parameters.keys() - by_position[:num_positional]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # keywords of the user's own functools.partial win
+    # keywords of a user's functools.partial win
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     further = {name: options[name] for name in options.keys() & named - taken}
     try:
@@ -231,13 +230,13 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return the signature of a function itself, not of a function that it wraps; of a module, forward's signature."""
+    """Return a function's own signature, not that of a wrapped function; for modules, that of forward."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters; a wrapper with **kwargs also has those of the function that it wraps."""
+    """Return a function's parameters; for wrappers with **kwargs, also those of the wrapped function."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own
@@ -246,12 +245,12 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind options to a function as keyword arguments; raise ValueError for unknown names and values out of bounds."""
+    """Bind options as keyword arguments; raise ValueError for unknown names and values out of bounds."""
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        if name not in hints:  # a function with **columns would ignore a misspelled option
+        if name not in hints:  # **columns would swallow a misspelled option
             names = ", ".join(hints) or "none"
             raise ValueError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

@@ -1,4 +1,4 @@
-"""Load a recipe, apply overrides from the command line, and build its RunConfig."""
+"""Load a recipe, apply command-line overrides, and build its RunConfig."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
-# options that change a model's answers; they are saved in minivlmrl.yaml beside the weights
+# options that change answers, saved in minivlmrl.yaml beside the weights
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -40,14 +40,13 @@ TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are te
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
-    """Load a recipe: a YAML file with the fields of RunConfig, and with sections for the user's own training stages.
+    """Load a recipe: a YAML file with the fields of RunConfig, and sections for the user's own stages.
 
     Args:
-        recipe: path of a recipe, or the name of a recipe in the folder `recipes`.
-        overrides: options such as "--seed=1" or "--grpo.learning_rate=1e-4". An option and its value may also be two
-            separate texts, "--seed" and "1". Values are parsed as YAML.
-        is_found: True if the recipe was found beside a model instead of being named by the user. If such a recipe names
-            a Python file, load_config raises ValueError before any code runs.
+        recipe: path, or name of a recipe in the folder `recipes`.
+        overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two texts "--seed" and "1"; values are YAML.
+        is_found: recipe found beside a model, not named by the user. If it names a Python file, load_config raises
+            ValueError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -74,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # If the recipe is also invalid without the overrides, the error names the recipe instead of the command line.
+        # invalid without overrides, too: name the recipe, not the command line
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -111,14 +110,14 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only the list `stages` of a recipe, because the stages determine which sections a recipe may have."""
+    """Read only `stages`, which determines the sections of a recipe."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a subclass of RunConfig that also has a section for each of the user's own training stages."""
+    """Return a subclass of RunConfig with a section per stage of the user."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -135,19 +134,19 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 class Resolver:
-    """Make the paths in a recipe absolute, and list the files with Python code that the recipe names.
+    """Make the paths in a recipe absolute, and list its Python files.
 
-    `typed` holds the names of the options that were given on the command line, such as "grpo.beta" or "grpo".
+    `typed` holds options from the command line, such as "grpo.beta" or "grpo".
     """
 
     def __init__(self, recipe: Path, typed: Collection[str], is_found: bool):
         self.recipe = recipe
         self.typed = typed
         self.is_found = is_found
-        self.unknown: list[str] = []  # code in a recipe that was found beside a model
+        self.unknown: list[str] = []  # code in a recipe found beside a model
 
     def check(self):
-        """Raise ValueError if a recipe that was found beside a model would run Python code from a file."""
+        """Raise ValueError if a recipe found beside a model would run a Python file."""
         if self.unknown:
             raise ValueError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
@@ -159,25 +158,25 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A recipe from a model's folder must not pass quoted text to a function: in "name(url='...')", for example,
-            # the text could name a URL, a file or a function.
+            # A recipe from a model folder must not pass quoted text: in "name(url='...')", it could be a URL, a file or
+            # a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # not the id of a Hub repository
+        if hint is FilePath and os.path.exists(text):  # not a Hub repository id
             return str(Path(text).resolve())
         return text
 
     def _code(self, text: str, short: bool, is_typed: bool) -> str:
-        """Make the file path in a text such as "file.py:name" absolute."""
+        """Make the path in "file.py:name" absolute."""
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # Metric names contain the path of a reward's file, so the path stays relative to the working directory.
+        # relative to the working directory: metric names contain a reward's path
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -185,18 +184,17 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # the folder that the path starts from is first
-        # The built-in folders are also searched, so that a copy of a built-in recipe finds files such as
-        # shapes_model.json.
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # in order of precedence
+        # for copies of built-in recipes, which name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
 
 
 def _join_values(arguments: Sequence[str]) -> list[str]:
-    """Join an option and its value: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
+    """Join options and values: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
     joined = []
-    takes_value = False  # True if the last option does not have a value yet
+    takes_value = False  # last option has no value yet
     for argument in arguments:
         is_option = argument.startswith("--")
         if takes_value and not is_option:
@@ -208,7 +206,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return a copy of a recipe's values, changed by an override such as "--grpo.beta=0.1"."""
+    """Return a copy of recipe values, changed by an override such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -220,7 +218,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML, but keep 007 as the text "007" if the option expects text."""
+    """Parse an override's value as YAML, but keep 007 as "007" for text options."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -231,17 +229,17 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return all options of a run, including the defaults, as the YAML text of a recipe."""
+    """Return all options of a run, with defaults, as a YAML recipe."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
 def as_overrides(fields: dict[str, Plain]) -> list[str]:
-    """Convert option values to command-line arguments: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
+    """Convert options to command-line arguments: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
     return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
-    """Convert nested options to dotted names: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
+    """Flatten nested options: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     flat_values = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -252,19 +250,19 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the content of minivlmrl.yaml: the options that change a model's answers."""
+    """Return the text of minivlmrl.yaml: options that change answers."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
         inference_options[section] = {name: values[section][name] for name in names}
     inference_options["sampling"] = values["sampling"]
-    if config.adapter.quantize:  # the weights below an adapter
+    if config.adapter.quantize:  # weights below an adapter
         inference_options["adapter"] = {"quantize": config.adapter.quantize}
     return yaml.safe_dump(inference_options, sort_keys=False)
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return the value of adapter.quantize in the recipe or the minivlmrl.yaml of an adapter."""
+    """Return adapter.quantize from the recipe or minivlmrl.yaml of an adapter."""
     return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
 
 

@@ -1,6 +1,6 @@
-"""The two forms of a user's loss: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
+"""Two forms of a user's loss: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
 
-Recipes and `minivlmrl parity` take both. Either returns the loss, or the loss and a dictionary of metrics.
+For recipes and `minivlmrl parity`. Both return the loss, or the loss and a dictionary of metrics.
 """
 
 import inspect
@@ -10,14 +10,14 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """Tensors of a micro-batch by name, as in `minivlmrl parity`."""
+    """Micro-batch tensors by name, as in `minivlmrl parity`."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
 
 
 def takes_batch(function: Callable) -> bool:
-    """Return whether a loss has the form f(batch, options); a wrapper f(*args, **kwargs) is like grpo_loss."""
+    """Return True for the form f(batch, options); a wrapper f(*args, **kwargs) is like grpo_loss."""
     parameters = parameters_of(function)
     is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -26,7 +26,7 @@ def takes_batch(function: Callable) -> bool:
 
 
 def like_grpo_loss(function: Callable) -> Callable:
-    """Give a loss of the form f(batch, options) the arguments of grpo_loss."""
+    """Give f(batch, options) the arguments of grpo_loss."""
     if not takes_batch(function):
         return function
 

@@ -1,4 +1,4 @@
-"""Check and convert the values in recipes and config files according to the type hints of dataclasses."""
+"""Check and convert values of recipes and config files by the type hints of dataclasses."""
 
 import dataclasses
 import inspect
@@ -23,12 +23,12 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
+TypeHint = Any  # such as list[int] or int | None; Python has no such type before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys, and also aliases, which could make a short text fill the memory."""
+    """YAML loader without duplicate keys, and without aliases: a short text could fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -50,22 +50,22 @@ class Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; raise ValueError for invalid YAML, duplicate keys, aliases and deep nesting."""
+    """Parse YAML; raise ValueError if invalid, too deeply nested, or with duplicate keys or aliases."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a text that is not a file
+        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a text without a file
         raise ValueError(f"the text is not valid YAML ({reason})") from error
 
 
 def build(
     cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
 ) -> T:
-    """Build a dataclass from the values in a file, and check every key, type and bound.
+    """Build a dataclass from the values of a file; check keys, types and bounds.
 
     Args:
-        where: file name, or "command line", for error messages.
-        prefix: section path in the file with a dot at the end, for error messages.
+        where: file name or "command line", for error messages.
+        prefix: section path with a final dot, for error messages.
         json, change_text: see Reader.
     """
     with error_context(where):
@@ -74,7 +74,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check a mapping against the fields of a dataclass, and return the values that are not None."""
+    """Check a mapping against a dataclass, and return the values other than None."""
     if not values:
         return {}
     checked = vars(build(cls, values, where))
@@ -82,26 +82,24 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check a value against a type hint, and convert it. `name` identifies the value in errors, as in "grpo.beta"."""
+    """Check and convert a value by its type hint; `name` is for errors, as in "grpo.beta"."""
     return Reader(json).read(hint, value, name)
 
 
 class Reader:
-    """Check a nested value against a type hint, and convert the value.
+    """Check and convert nested values by type hints.
 
     Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
-    dataclasses, Literal["a", "b"], text types from config/types.py, and numbers with bounds such as Annotated[float,
+    dataclasses, Literal["a", "b"], text types of config/types.py, and numbers with bounds such as Annotated[float,
     "(0, 1]"].
 
     Args:
-        json: True for JSON files, which programs write: unknown keys are ignored, and texts are not converted to other
-            types. False for recipes: a float may be written as "1e-4", which YAML reads as text, and a list with a
-            single text may be written as just that text.
-        change_text: function that is called with (type, text, path of the field) for each key or value whose type is a
-            text type from config/types.py. The function's result replaces the text. In the path, dots in a key are
-            written as slashes.
-        root: dataclass of the whole file; an error about an unknown key suggests options of this dataclass.
-        dashes: "--" if errors should suggest command-line options, otherwise "".
+        json: True for JSON files, written by programs: unknown keys are ignored, texts are not converted. False for
+            recipes: a float may be "1e-4", which YAML reads as text, and a text may stand for a list with one item.
+        change_text: (type, text, field path) -> new text, for keys and values whose type is a text type of
+            config/types.py. In the path, dots of a key are slashes.
+        root: dataclass of the whole file, for suggestions if a key is unknown.
+        dashes: "--" to suggest command-line options, otherwise "".
     """
 
     def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None, dashes: str = ""):
@@ -123,7 +121,7 @@ class Reader:
                 raise invalid_value(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # Types are also compared: Literal[1] must reject True, which equals 1 in Python.
+            # with types: Literal[1] must reject True == 1
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise self._wrong_choice(hint, value, name, type_text(hint))
@@ -132,12 +130,12 @@ class Reader:
             return self._read_dict(hint, value, name)
         if origin in (list, tuple):
             return self._read_sequence(hint, value, name)
-        if hint is float:  # only bounds such as "(0, inf]" allow an infinite number
+        if hint is float:  # only bounds such as "(0, inf]" allow infinity
             return self.read(Finite, value, name)
         return self._read_plain(hint, value, name)
 
     def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        plain = getattr(hint, "__supertype__", hint)  # str for a NewType
+        plain = getattr(hint, "__supertype__", hint)  # str for NewType
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
@@ -146,7 +144,7 @@ class Reader:
         return self._changed(hint, value, name)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
-        """Build a dataclass from a section of a file; `name` is the section's path, or "" for the whole file."""
+        """Build a dataclass from a section; `name` is its path, "" for the whole file."""
         expected = "an object with names and values"
         if self.dashes and "." not in name:
             expected += f"; set its options, as in --{name}.{next(iter(inspect.get_annotations(cls)), 'NAME')}=..."
@@ -166,25 +164,25 @@ class Reader:
                 raise ValueError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # raised by the __post_init__ of the dataclass
+        except ValueError as error:  # from __post_init__
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value that has one of the union's types; otherwise try to convert the value to each type in order."""
+        """Keep a value with a type of the union; otherwise convert it to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
-        if len(choices) == 1:  # a single type's error message is more specific
+        if len(choices) == 1:  # more specific error
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # a name without a file must be in the union's Literal
+                continue  # names without a file must be in the Literal
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> ValueError:
-        """Describe a value that is none of the choices, and say what other projects mean by it."""
+        """Describe a value that is none of the choices, and its meaning in other projects."""
         error = str(invalid_value(name, value, expected))
         if not isinstance(value, str) or self.root is None:
             return ValueError(error)
@@ -196,7 +194,7 @@ class Reader:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
         keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # the weights of rewards
+        if item_hint is Finite and type(keys) is list:  # reward weights
             weights = ", ".join(f"{key}: 1.0" for key in keys)
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"
@@ -213,8 +211,8 @@ class Reader:
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # a text stands for a list with one item, as in --dpo.loss_type=ipo
-        # JSON and YAML have no tuples, so a list is accepted for a tuple.
+            value = [value]  # a text for a list with one item, as in --dpo.loss_type=ipo
+        # a list is accepted for a tuple: JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         require(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -224,16 +222,16 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Apply change_text to a path or to a name such as "file.py:f", for example to make the path absolute."""
+        """Apply change_text to paths and names such as "file.py:f", for example to make them absolute."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
 
 
 def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
-    """Describe an unknown key, and suggest an option. The key may be TRL's name, or belong to a different section."""
+    """Describe an unknown key, and suggest an option; it may be TRL's name, or from another section."""
     paths = [option.path for option in options_of(root)]
-    if "." in key and key in paths:  # a recipe uses sections instead of dotted names
+    if "." in key and key in paths:  # recipes have sections, no dotted names
         parent, _, name = key.rpartition(".")
         return f"unknown key {key}; write {name} in the section {parent}"
     names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
@@ -245,13 +243,13 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
             return f"unknown key {inner}{name}; {said}"
         inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-        names.setdefault(path.rpartition(".")[2], path)  # an option of a section that was left out
+        names.setdefault(path.rpartition(".")[2], path)  # section was left out
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
 
 def _foreign_name(root: type, section: str, name: str, dashes: str) -> str:
-    """Return what docs/coming_from.md says about a name, for a recipe's dataclass, and otherwise ""."""
+    """Return what docs/coming_from.md says about a name in a recipe, otherwise ""."""
     if not issubclass(root, RunConfig) or not has_extras():
         return ""
     answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
@@ -259,17 +257,17 @@ def _foreign_name(root: type, section: str, name: str, dashes: str) -> str:
 
 
 class Option(NamedTuple):
-    """An option of a recipe, such as grpo.beta."""
+    """A recipe option, such as grpo.beta."""
 
-    path: str  # name on the command line, such as "seed" or "grpo.beta"
+    path: str  # command-line name, such as "seed" or "grpo.beta"
     name: str  # name in its section
     hint: TypeHint
     default: Plain
-    declared_in: type  # dataclass that declares the field; it may be a base class
+    declared_in: type  # dataclass of the field, perhaps a base class
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options of a dataclass, and of the dataclasses in its fields (the sections of a recipe)."""
+    """Yield the options of a dataclass and of its dataclass fields (recipe sections)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -282,7 +280,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
 
 
 def type_text(hint: TypeHint) -> str:
-    """Describe a type hint in words, such as "int, >= 1" or "'k1' or 'k3'"."""
+    """Describe a type hint, such as "int, >= 1" or "'k1' or 'k3'"."""
     if hint is Code:
         return "file.py:name"
     hint = getattr(hint, "__supertype__", hint)  # NewType
@@ -305,7 +303,7 @@ def type_text(hint: TypeHint) -> str:
 
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
-    interval = bounds.partition("; ")[0]  # without the advice for an error message
+    interval = bounds.partition("; ")[0]  # without advice
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))
@@ -315,7 +313,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Describe bounds in words for an error message, such as "in (0, 1]" or "finite"."""
+    """Describe bounds, such as "in (0, 1]" or "finite"."""
     interval, _, advice = bounds.partition("; ")
     words = interval if interval[0] == ">" else f"in {interval}"
     words = "finite" if interval == "(-inf, inf)" else words

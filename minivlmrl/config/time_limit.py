@@ -1,4 +1,4 @@
-"""Limit how long a user's code may run."""
+"""Time limits for user code."""
 
 import math
 import signal
@@ -6,21 +6,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REPEATED = 0.01  # seconds after which Overtime is raised again in code that catches it
-longest = math.inf  # upper bound in seconds for all time limits, set by shorten_limits
+REPEATED = 0.01  # seconds until Overtime is raised again in code that catches it
+longest = math.inf  # upper bound for all time limits in seconds, from shorten_limits
 
 
 class Overtime(BaseException):
-    """Raised if a user's code takes too long. Overtime is a BaseException, so `except Exception` does not catch it."""
+    """User code took too long; a BaseException, so `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
+    """Raise Overtime in a `with` block that runs longer than `seconds`.
 
-    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no time
-    limit on Windows or outside the main thread. The signal cannot stop C code that never returns, or code that handles
-    SIGALRM itself.
+    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows
+    or
+    outside the main thread. C code that never returns, or code with its own SIGALRM handler, cannot be stopped.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -39,16 +39,15 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # again, because Overtime may have interrupted the first call
-        # `former` is None if C code installed the handler; signal.signal does not accept None.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # again: Overtime may interrupt the first call
+        # `former` is None for a handler from C code, which signal.signal rejects
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Lower the current time limit and all later time limits to at most `seconds`.
+    """Lower the current and all later time limits to at most `seconds`.
 
-    A run calls shorten_limits after a stop signal, so that a reward function that hangs does not delay the end of the
-    run.
+    Called after a stop signal: a hanging reward must not delay the end of the run.
     """
     global longest
     longest = seconds
