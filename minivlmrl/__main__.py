@@ -1,4 +1,4 @@
-"""Run a command, such as train or chat, as `minivlmrl COMMAND`."""
+"""Run a command such as train or chat: `minivlmrl COMMAND`."""
 
 import io
 import os
@@ -27,10 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        arguments: the command's name and the command's arguments; by default sys.argv[1:].
+        arguments: command name and its arguments, default: sys.argv[1:].
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows encode only 256 characters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows: 256 characters only
         sys.stdout.reconfigure(errors="replace")
     set_up_process()  # before a command imports torch
     name = arguments[0] if arguments else "--help"
@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             return print_usage(name)
         command = load_extra(COMMANDS[name][0], f"the command {name}")
         return command(arguments[1:]) or 0
-    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
-        # At exit, Python flushes stdout and would raise BrokenPipeError again, so stdout becomes the null device.
+    except BrokenPipeError:  # the reader, such as `head`, has ended
+        # no second BrokenPipeError when Python flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_usage(name: str) -> int:
-    """Print the list of commands; return 2 if `name` is an unknown command, else 0."""
+    """Print the commands; return 2 if `name` is an unknown one, otherwise 0."""
     lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
     print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):

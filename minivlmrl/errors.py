@@ -1,4 +1,4 @@
-"""Functions for error messages, which say where an error is, which value is wrong and how it can probably be fixed."""
+"""Error messages: where an error is, which value is wrong, and how to fix it."""
 
 import difflib
 import os
@@ -13,29 +13,26 @@ from traceback import extract_tb, print_exception
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders of minivlmrl's own code, whose errors are shown without a traceback
+# minivlmrl's own code: errors without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# the user's Python files, which a recipe names as `file.py:name`
+# user Python files, which recipes name as `file.py:name`
 USER_FILES: set[str] = set()
 
-# what is shortened in an error message: quoted texts of at least 80 characters, and words of at least 500 characters
+# shortened in messages: quotes from 80 characters, words from 500
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # longest error message, in characters
 
-SIMILAR = 0.75  # smallest similarity of a name that a message proposes: 1 for equal names
+SIMILAR = 0.75  # minimum similarity of a suggested name, 1 = equal
 
-# regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
+# out-of-memory messages of PyTorch, CUDA and cuBLAS
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class error_context(AbstractContextManager):
-    """Context manager that begins the message of a ValueError raised in its block with a file, row or field.
+    """Context manager: prefix a ValueError with a file, row or field, and add it as a note to other exceptions."""
 
-    An exception of any other type gets a note with the file, row or field.
-    """
-
-    # A class is faster than contextlib.contextmanager, which matters if every row of a data file enters the context.
+    # a class: faster than contextlib.contextmanager, once per data row
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -48,13 +45,12 @@ class error_context(AbstractContextManager):
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return a one-line message for an error that the user can fix without a traceback, otherwise None.
+    """Return a one-line message for an error that needs no traceback, otherwise None.
 
-    A user can fix three kinds of errors: running out of memory, an OSError, and a ValueError that minivlmrl raises.
-    Errors in a user's own code are shown with their traceback.
+    These are running out of memory, OSError, and a ValueError from minivlmrl. Errors in user code keep their traceback.
     """
     if is_out_of_memory(error):
-        size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # it gives the size, if known
+        size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # with the size, if known
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
     is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
     if not is_known and not isinstance(error, OSError):
@@ -63,14 +59,14 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path is the most useful part
+    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path matters most
     return line if is_path else truncate_message(line)
 
 
 def user_code(error: BaseException) -> str:
-    """Describe the line of a user's file in which an error was raised, for example "mine.py:3, in f: return x[0]".
+    """Describe where a user's file raised an error, such as "mine.py:3, in f: return x[0]".
 
-    Returns "" if minivlmrl raised the error, also if the user's code called minivlmrl.
+    Returns "" if minivlmrl raised it, even if called by user code.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -85,7 +81,7 @@ def user_code(error: BaseException) -> str:
 
 
 def print_traceback(error: BaseException):
-    """Print the line of the user's file and the message first, because they often suffice, and then the traceback."""
+    """Print the user's line and the message first, which often suffice, then the traceback."""
     if line := user_code(error):
         notes = getattr(error, "__notes__", ())
         print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
@@ -93,9 +89,9 @@ def print_traceback(error: BaseException):
 
 
 def is_raised_by_us(error: BaseException) -> bool:
-    """Return True if a `raise` statement in minivlmrl raised the error, and False if, for example, int("x") failed.
+    """Return True if a `raise` statement in minivlmrl raised the error, False for a failed int("x").
 
-    The innermost frame of the traceback records which instruction it executed last.
+    The innermost traceback frame has the last instruction.
     """
     last = error.__traceback__
     assert last is not None
@@ -106,21 +102,21 @@ def is_raised_by_us(error: BaseException) -> bool:
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError if `valid` is False; the message gives the field's name, its value and what is expected."""
+    """Raise ValueError unless `valid`, with field name, value and what is expected."""
     if not valid:
         raise invalid_value(name, value, expected)
 
 
 def invalid_value(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib.repr converts only the first elements of a long list to text, so it is faster than repr.
+    # reprlib.repr: fast for long lists
     to_text = reprlib.repr if isinstance(value, list | dict) else repr
     return ValueError(f"{name} is {truncate(value, 80, to_text)}, but it must be {expected}")
 
 
 def truncate_message(error: str | Exception) -> str:
-    """Shorten long texts in an error message, such as images in base64, and the message to MAX_MESSAGE characters."""
+    """Shorten long texts in a message, such as base64 images, and the message to MAX_MESSAGE characters."""
     text = str(error)
-    if len(text) > 10**6:  # the regular expression would take a long time
+    if len(text) > 10**6:  # slow for the regular expression
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
@@ -129,24 +125,22 @@ def truncate_message(error: str | Exception) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error means that GPU memory or host memory is full.
+    """Return True if GPU memory or host memory is full.
 
-    PyTorch raises OutOfMemoryError if GPU memory is full, but a plain RuntimeError if host memory is full.
+    PyTorch raises OutOfMemoryError for GPU memory, but RuntimeError for host memory.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # errors.py does not import torch, so torch.OutOfMemoryError is recognized by its name
+    # torch.OutOfMemoryError by name: errors.py does not import torch
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class error_phase(AbstractContextManager):
-    """Context manager that marks its block as a phase of training, such as "forward", for error messages.
-
-    If phases are nested, an error names the innermost phase.
+    """Context manager: name a training phase, such as "forward", in errors; the innermost phase wins.
 
     Args:
-        name: name of the phase, as shown in the message.
-        rows: rows of the dataset that the block works on; the message names the longest one.
+        name: as in the message.
+        rows: dataset rows of the block; the message names the longest.
     """
 
     def __init__(self, name: str, rows: Sequence = ()):
@@ -159,11 +153,11 @@ class error_phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Context manager that converts an ImportError to a ValueError that says what to install.
+    """Context manager: convert an ImportError to a ValueError that says what to install.
 
     Args:
         name: extra of minivlmrl, such as "video".
-        needed: beginning of the error message, such as "reading video files requires PyAV".
+        needed: start of the message, such as "reading video files requires PyAV".
     """
     try:
         yield
@@ -172,30 +166,23 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 row" or "3 rows"."""
+    """Return a number and its noun, such as "1 row" or "3 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def truncate(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str:
-    """Return a value's repr for an error message; a repr of more than `limit` characters is cut and ends with "...".
-
-    Args:
-        to_text: function that converts the value to text.
-    """
+    """Return a value's repr, or `to_text(value)`, cut to `limit` characters and "..."."""
     text = to_text(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
-    """Return a suggestion to append to an error message about an unknown name, such as "; did you mean shapes?".
-
-    Returns:
-        The text with the most similar name, or with two equally similar names; "" if no known name is similar.
+    """Return a suggestion for an unknown name, to append to a message, such as "; did you mean shapes?".
 
     Args:
-        name: the unknown name.
-        names: the known names.
-        write: function that returns how to write a known name.
+        write: how to write a known name.
+    Returns:
+        The most similar name, or two equally similar names; "" if none is similar.
     """
     words = {*name.split("_")}
 

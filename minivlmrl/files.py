@@ -1,4 +1,4 @@
-"""Read, write and atomically replace the files of a checkpoint folder."""
+"""Read, write and atomically replace checkpoint folders."""
 
 import errno
 import hashlib
@@ -17,11 +17,11 @@ from torch import Tensor
 from minivlmrl.errors import pluralize
 from minivlmrl.json_files import read_json
 
-SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name, not path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
-RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file beside saved weights: the run's options that change the model's answers, such as the system prompt
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # of a checkpoint with `save: adapter`
+RUN_CONFIG = "config.yaml"  # in a run's folder: all options
+# beside weights: options that change answers, such as the system prompt
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -36,10 +36,10 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model folder: model.safetensors, or else all shards.
+    """Return the weight files of a model folder: model.safetensors, otherwise all shards.
 
     Raises:
-        ValueError: the folder has no safetensors files, or lacks a shard.
+        ValueError: no safetensors files, or a missing shard.
     """
     single_file = folder / ONE_FILE
     index = folder / INDEX
@@ -65,21 +65,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_model_folder(folder: Path):
-    """Raise ValueError if a folder is not a model folder, with advice if it is the folder of a run or of an adapter."""
+    """Raise ValueError for a folder without a model, with advice for folders of runs and adapters."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Write a safetensors file with the usual file permissions; the library's save_file always sets 0600."""
+    """Write a safetensors file with usual permissions; save_file sets 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this format entry
+    save_file(tensors, path, metadata={"format": "pt"})  # format: required by transformers 4
     path.chmod(mode)
 
 
 def digest(parts: Iterable) -> str:
-    """Compute the BLAKE2b hash of texts, buffers and file contents, as 128 hex digits."""
+    """Compute the BLAKE2b hash of texts, buffers and file contents, 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -91,7 +91,7 @@ def digest(parts: Iterable) -> str:
 
 
 def file_to_write(path: str | Path) -> Path:
-    """Return the path of the file that a command's option --out names, and create the file's folder.
+    """Return the path in option --out, and create its folder.
 
     Raises:
         ValueError: the path is a folder, or its folder cannot be created.
@@ -109,7 +109,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; raise ValueError if it is a link to a file outside the folder."""
+    """Return the path of a file in a folder; raise ValueError for a link to the outside."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -118,7 +118,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
-    """Return (inode, time, size) of the JSON and safetensors files in folders, which change if a file is replaced."""
+    """Return (inode, time, size) of JSON and safetensors files, which change if a file is replaced."""
     stamps = {}
     for path in (file for folder in folders for file in Path(folder).glob("*.*")):
         if path.suffix in (".json", ".safetensors"):
@@ -130,10 +130,10 @@ def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
 
 @contextmanager
 def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Context manager that raises ValueError if files of folders were replaced while its block read them.
+    """Context manager: raise ValueError if files were replaced while the block read them.
 
     Args:
-        since: earlier file_stamps of the folders; defaults to those at the start of the block.
+        since: earlier file_stamps, default: at the start of the block.
     """
     since = file_stamps(*folders) if since is None else since
     failure = None
@@ -153,16 +153,15 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
+    """Yield a new, empty folder that replaces `folder` if the `with` block succeeds.
 
     Example: a new checkpoint is written to checkpoint.partial. At the end, `checkpoint` becomes checkpoint.replaced,
-    and checkpoint.partial becomes `checkpoint`. If a crash leaves no folder `checkpoint`, checkpoint.replaced is
-    loaded.
+    and checkpoint.partial becomes `checkpoint`. If a crash leaves no `checkpoint`, checkpoint.replaced is loaded.
 
     Raises:
         ValueError: the old folder contains files but no checkpoint.
     """
-    folder = Path(folder).resolve()  # resolves symbolic links
+    folder = Path(folder).resolve()  # symbolic links
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
@@ -176,14 +175,14 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         remove(new)
         new.mkdir(parents=True)
         yield new
-        for path in (*new.rglob("*"), new):  # the files must be on disk before the rename
+        for path in (*new.rglob("*"), new):  # on disk before the rename
             flush_file(path)
         if folder.exists():
             remove(replaced)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # frees disk space, because the disk may be full
+        remove(new)  # the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
@@ -196,11 +195,11 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def flush_file(path: Path):
-    """Flush a file or a folder to the disk, so that its content survives a crash of the machine."""
+    """Flush a file or folder to disk, to survive a crash of the machine."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
-    # the file is opened for writing, because Windows cannot flush files that are opened for reading
+    # for writing: Windows cannot flush files opened for reading
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)

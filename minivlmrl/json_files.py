@@ -8,9 +8,9 @@ from typing import Any
 
 from minivlmrl.errors import error_context, require
 
-LFS = b"version https://git-lfs"  # beginning of a pointer file
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half of a surrogate pair, with or without the other half
-# {what a mistake leaves unread: what to do}
+LFS = b"version https://git-lfs"  # start of a pointer file
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, with or without the other half
+# what makes a file unreadable -> what to do
 CURES = {
     r",?\s*[]}]": "; remove the comma before the bracket",
     r",\s*$": "; remove the comma at the end",
@@ -20,39 +20,36 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON. NaN and Infinity, which Python writes although JSON does not allow them, are read as None.
+    """Parse JSON; Python's NaN and Infinity, which are not JSON, become None.
 
     Args:
-        text: JSON, in UTF-8 if it is bytes.
-        decode: function that parses the text; its result is returned.
-        arguments: additional arguments for `decode`.
-
+        text: JSON, bytes are UTF-8.
+        decode: parser, whose result is returned.
+        arguments: for `decode`.
     Raises:
-        ValueError: the text is not JSON, or is nested too deeply.
+        ValueError: not JSON, or nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        where = str(error).replace("line 1 column", "column")  # a JSON lines file has its own line numbers
+        where = str(error).replace("line 1 column", "column")  # JSON lines files have their own line numbers
         rest = error.doc[error.pos :] if isinstance(error, json.JSONDecodeError) else ""
         cure = next((cure for pattern, cure in CURES.items() if re.match(pattern, rest)), "")
         raise ValueError(f"the text is not valid JSON ({where}){cure}") from error
 
 
 def check_surrogates(text: str, content: Any):
-    """Raise ValueError if a text in JSON escapes half of a surrogate pair, such as \\ud800.
-
-    Such an escape is valid JSON, but neither UTF-8 nor a tokenizer can encode the character.
+    """Raise ValueError for half of a surrogate pair, such as \ud800: valid JSON, but not encodable as UTF-8.
 
     Args:
-        content: the value that was parsed from the text.
+        content: parsed value.
     """
     if SURROGATE.search(text):
         parse_json(json.dumps(content, ensure_ascii=False), str.encode)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from the (key, value) pairs of a JSON object; raise ValueError for a repeated key."""
+    """Build a dict from (key, value) pairs; raise ValueError for a repeated key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
@@ -61,7 +58,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_downloaded(path: Path):
-    """Raise ValueError if a file contains only the pointer that Git LFS stores in place of the real file."""
+    """Raise ValueError for a Git LFS pointer instead of a file."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
@@ -72,10 +69,10 @@ def check_downloaded(path: Path):
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON file that contains one object.
+    """Read a JSON file with one object.
 
     Raises:
-        ValueError: the file is missing, or does not contain a JSON object.
+        ValueError: no file, or no JSON object in it.
     """
     if not path.is_file():
         raise ValueError(f"{path}: this file is missing")
@@ -89,7 +86,7 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Convert a value to JSON, with null in place of NaN and infinite numbers."""
+    """Convert a value to JSON; NaN and infinity become null."""
     return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 

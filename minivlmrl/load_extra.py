@@ -1,4 +1,4 @@
-"""Load modules from the folder extras/, which a copy of the package may lack."""
+"""Load modules from extras/, a folder that may be deleted."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +10,13 @@ def has_extras() -> bool:
 
 
 def load_extra(target: str, user: str) -> Any:
-    """Import a module or an object that the core knows only by name.
+    """Import a module or object that the core knows only by name.
 
     Args:
         target: "package.module" or "package.module:name", most often in minivlmrl.extras.
-        user: the command, option value or model type that needs the target; the error message names it.
+        user: command, option value or model type that needs it, for the error message.
     Raises:
-        ValueError: the target is in the folder extras/, which has been deleted.
+        ValueError: extras/ was deleted.
     """
     if target.startswith("minivlmrl.extras.") and not has_extras():
         raise ValueError(f"{user} needs minivlmrl/extras, which this copy lacks")

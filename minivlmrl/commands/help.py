@@ -1,8 +1,8 @@
-"""Print a recipe's options with their defaults, types and comments, for `train --help`.
+"""Print recipe options with defaults, types and comments, for `train --help`.
 
 minivlmrl train --help                          # all sections
 minivlmrl train --help grpo                     # one section
-minivlmrl train my_recipe.yaml --help my_stage  # section of a recipe's own stage
+minivlmrl train my_recipe.yaml --help my_stage  # section of your own stage
 """
 
 import ast
@@ -22,7 +22,7 @@ from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options of the named sections; without names, print the options of all sections."""
+    """Print the options of the named sections, by default of all."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))
@@ -45,7 +45,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return {section: its options}; options outside all sections, such as seed, are in the section "run"."""
+    """Return {section: options}; options outside sections, such as seed, are in "run"."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"
@@ -63,10 +63,9 @@ def format_option(option: Option) -> str:
 
 @cache
 def comments_of(section: type) -> dict[str, str]:
-    """Return the comments above and beside the fields of a dataclass, as {name of the field: text}.
+    """Return {field: comments above and beside it} of a dataclass.
 
-    The help page prints the comments in options.py, as pydoc does, so that each option is explained where it is
-    defined. No other code reads these comments.
+    The help page prints the comments in options.py, as pydoc does. No other code reads them.
     """
     source = textwrap.dedent(inspect.getsource(section))
     texts = {}

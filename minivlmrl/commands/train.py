@@ -3,10 +3,10 @@
 python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 100 seconds
 python train.py RECIPE --section.name=value  # another recipe, with an option changed
 python train.py RECIPE --resume=auto         # continue from the newest checkpoint in output_dir
-python train.py --help [SECTION]             # every option with its default
-torchrun --nproc_per_node=8 train.py RECIPE  # on eight GPUs
+python train.py --help [SECTION]             # options and defaults
+torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 
-`minivlmrl train` does the same without a clone of the repository.
+Without a clone of the repository: `minivlmrl train`.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Run the `train` command as one rank of a training run, or print the options with --help."""
+    """Run `train` as one rank of a run, or print the options with --help."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -33,7 +33,7 @@ def train_recipe(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
-    """Load the recipe from command-line arguments of the form [RECIPE] [--section.name=value ...]."""
+    """Load the recipe from arguments [RECIPE] [--section.name=value ...]."""
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     return load_config(arguments[0], arguments[1:])

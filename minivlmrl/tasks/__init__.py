@@ -1,1 +1,1 @@
-"""Tasks that generate their own rows and images: the built-in task `shapes`, and a registry for users' own tasks."""
+"""Tasks, which generate rows and images: the built-in `shapes`, and a registry for your own."""

@@ -1,4 +1,4 @@
-"""Registry of tasks, which generate their own data; recipes/fashion.py is an example of a user's own task."""
+"""Registry of tasks, which generate their data; example of your own: recipes/fashion.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,33 +7,32 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# number of training rows in a generated dataset, so large that no training run repeats a row
+# rows per generated dataset, enough to never repeat one
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: a function that generates rows, a function that trains a tokenizer, and the accuracy of guessing."""
+    """A generated task: rows, tokenizer, and guessing accuracy."""
 
-    # The function datasets(data, seed) receives the recipe's section `data` and a seed. It returns the training rows,
-    # {key of NEEDS in run/datasets.py: rows}, and the held-out rows, which are the same for all seeds. Additional
-    # parameters are options of the task, as in shapes(pairs=8).
+    # datasets(data, seed) -> ({key of NEEDS in run/datasets.py: training rows}, held-out rows, equal for all seeds);
+    # `data` is the recipe's section. Further parameters are task options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
-    chance: float  # accuracy of guessing without seeing the image
+    tokenizer: Callable[[], Tokenizer]  # small tokenizer, trained on all task texts
+    chance: float  # accuracy without seeing the image
 
 
-# {name of a task: the Task, or where it is defined, as "module:NAME"}; a script may add tasks
+# name: Task or "module:NAME"; scripts may add tasks
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Return the task that a name such as "shapes" or "shapes(pairs=8)" selects.
+    """Return a task by name, such as "shapes" or "shapes(pairs=8)".
 
     Args:
-        name: a key in TASKS, file.py:NAME or package.module:NAME; options may follow, as in shapes(pairs=8).
+        name: key of TASKS, file.py:NAME or package.module:NAME, perhaps with options.
     Raises:
-        ValueError: there is no such task, or the task has no such option.
+        ValueError: unknown task or option.
     """
     from minivlmrl.config.import_utils import resolve_object, with_options
 

@@ -1,9 +1,9 @@
-"""The default run's task: name the color and the shape of the object in a small image.
+"""Task of the default run: name color and shape of the object in a small image.
 
-The prompt of each row shows one image and asks for the object's color and shape. The answer names one of 12 classes (6
-colors x 2 shapes): <think>I see green</think><answer>green square</answer>
+A prompt has one image, and the answer names one of 12 classes (6 colors x 2 shapes):
+<think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so the accuracy is low after SFT and GRPO can still raise it.
+Half of the demonstrations have a random label, so accuracy is low after SFT and GRPO can still raise it.
 """
 
 import random
@@ -33,28 +33,28 @@ LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
 PROBLEM = "What is it?"
 SIZE = 56  # image width and height in pixels
-OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
+OBJECT_SIZES = (32, 52)  # object width in pixels, smallest and largest
 
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that generates a row's image from a seed and the row's index when the row is read.
+    """Dataset whose images are drawn from seed and row index when read.
 
-    `solution` and `chosen` are correct in every row, and make_rejected generates `rejected`.
+    `solution` and `chosen` are always correct; `rejected` is from make_rejected.
     """
 
-    size: int  # number of rows
+    size: int  # rows
     seed: int | str
-    wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
+    wrong_labels: float = 0.0  # fraction of demonstrations with a random label
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # False makes demonstrations that contain only the label, without tags
+    tags: bool = True  # False: demonstrations are only the label
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # raises IndexError, which ends iteration
+        index = range(self.size)[index]  # IndexError ends iteration
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
@@ -71,7 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer, which has a wrong color or shape, contradicts its thought, or lacks some characters."""
+    """Make a rejected answer: wrong color or shape, contradicting thought, or missing characters."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]
@@ -106,7 +106,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer with about 370 tokens on all texts that the task contains."""
+    """Train a byte-level BPE tokenizer of about 370 tokens on all task texts."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -118,13 +118,13 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
     pairs: Annotated[int, ">= 1"] = 1024,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build the training rows of all stages, and the held-out rows.
+    """Build training rows for all stages, and held-out rows.
 
     Args:
-        data: the recipe's section `data`.
-        demonstrations: number of rows for SFT.
-        wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
-        pairs: number of rows for DPO and the reward model.
+        data: section `data` of the recipe.
+        demonstrations: rows for SFT.
+        wrong_demonstrations: fraction of demonstrations with a random label.
+        pairs: rows for DPO and the reward model.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {
