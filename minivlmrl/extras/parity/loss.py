@@ -24,7 +24,6 @@ from minivlmrl.extras.parity.vectors import read_cases, read_options
 CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # name of the progress bar
 SECONDS = 300.0  # limit of the search, which needs 4 to 13 seconds for most losses
 SHOWN = 4  # differing cases that are printed
-CLOSEST = 4  # losses of TRL with which a loss that has no name is compared, one after another
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
 
 
@@ -187,7 +186,7 @@ def find_names_by_loss(
     tolerance: float,
     seconds: float,
 ) -> tuple[list[str], list[str]]:
-    """Call `find_names` for all test cases, then for those of one close loss after the other until it has names.
+    """Call `find_names` for all test cases, then for those of the closest loss.
 
     A loss that does not read loss_type is one of TRL's losses, so it is not compared with all of them.
     """
@@ -202,13 +201,8 @@ def find_names_by_loss(
         return [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
     if kinds:
         return kinds, names
-    tried = []
-    for closest, group in candidates[:CLOSEST]:
-        kinds, names = find_names([steps[i] for i in group], seconds / 2)
-        tried.append([*names, f"  Your loss is closest to the {len(group)} cases of --only {closest}"])
-        if kinds:
-            return kinds, tried[-1]
-    return [], tried[0]
+    kinds, names = find_names([steps[i] for i in group], seconds)
+    return kinds, [*names, f"  Your loss is closest to the {len(group)} cases of --only {closest}"]
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:

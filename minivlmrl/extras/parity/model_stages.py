@@ -71,7 +71,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     # Each token is predicted by the hidden state of the previous token.
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        logits = change("logits", model.lm_head(model(batch, select=token_numbers[scored_columns] - 2)))
+        logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     labels = change("labels", d["input_ids"][row][scored_columns])
@@ -188,8 +188,7 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     ones = torch.eye(len(d.micro_batches))
-    tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
-    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)
+    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
     total = {}
     for number, share in enumerate(shares):
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
@@ -226,8 +225,7 @@ def clip(d: Dump, change: Change) -> Answer:
     if not gradients or not (theirs or d.has("grad_norm")):
         return None
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
-    normed = change("normed", gradients)
-    norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
+    norm = change("total norm", get_total_norm(gradients.values()), gradients=gradients).item()
     ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
@@ -241,7 +239,7 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
+    gradients = d.parameters("clipped") or d.parameters("grad")
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     moments = change("moments", d.parameters("exp_avg"))
@@ -273,8 +271,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     m = state[0].lerp(slope, 1 - beta1)
     v = state[1].lerp(slope.square(), 1 - beta2)
     correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
-    variance = v / correction2
-    root = change("root", variance.sqrt() + eps, variance=variance, eps=eps, correction=correction2)
+    root = (v / correction2).sqrt() + eps
     return weight * (1 - rate * decay * (not is_coupled)) - rate * m / correction1 / root
 
 

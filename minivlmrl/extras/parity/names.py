@@ -664,7 +664,7 @@ BUGS: dict[str, dict[str, Any]] = {
     },
     "mask: the wrong tokens are compared": {
         f"both answers have the mask of the {answer} answer":
-            lambda s, k=k: s.x[((s.pair[:, None] == s.pair) * (s.chosen == k)).argmax(1)]
+            lambda s, k=k: s.x[((s.pair[:, None] == s.pair) * (s.chosen == k).long()).argmax(1)]
         for k, answer in ((1, "chosen"), (0, "rejected"))
     },
     "beta: the policy is kept at another distance from the reference": {
@@ -724,15 +724,9 @@ BUGS: dict[str, dict[str, Any]] = {
         "log-probabilities instead of logits are divided by the temperature":
             {"temperature": 1.0, "scores": lambda s: s.x / s.about.get("temperature", 1.0)},
     },
-    "logits: on-policy ratios are not 1": {
-        "the softmax uses only the most likely tokens; their number is {c}":
-            lambda s: s.x.masked_fill(s.x < s.x.topk(min(max(1, int(s.c)), s.x.shape[-1])).values[:, -1:], -math.inf),
-    },
     "labels: the wrong tokens are trained": {
         "the end token is scored as the padding token":
             lambda s: torch.where(s.is_stop(s.x), s.about.get("pad_token_id", -1), s.x),
-        "each token is scored as the next token": lambda s: s.x.roll(-1),
-        "each token is scored as the previous token": lambda s: s.x.roll(1),
     },
     "blind: the model is trained to answer without the image": {
         "the model does not see any image": lambda s: ~s.x,
@@ -767,8 +761,6 @@ BUGS: dict[str, dict[str, Any]] = {
     "micro-batch: the update is different": {
         "gradients of earlier micro-batches are dropped": lambda s: s.last,
         "gradients of later micro-batches are dropped": lambda s: s.first,
-        "gradients of micro-batches are weighted with their tokens": lambda s: s.tokens / s.tokens.mean(),
-        "gradients of micro-batches are divided by their tokens": lambda s: s.tokens.mean() / s.tokens,
         "the gradient of each micro-batch is clipped by itself": {"gradients of a part": clipped_by_itself},
     },
     "gradient: parameters are not trained": {
@@ -789,8 +781,7 @@ BUGS: dict[str, dict[str, Any]] = {
                   | clipped(inside(s, s.gradients, False), s.max_norm)),
     },
     "total norm: the update has a different direction": {
-        "the norm leaves out {}": {"normed": parts(lambda s: inside(s, s.x, False))},
-        "the norm of all is the sum of the parameters' norms": lambda s: sum(g.norm() for g in s.normed.values()),
+        "the norm of all is the sum of the parameters' norms": lambda s: sum(g.norm() for g in s.gradients.values()),
         "max_grad_norm is {c}": {"max_norm": fitted_number},
     },
     "decay: weights decay at a different rate": {
@@ -805,16 +796,10 @@ BUGS: dict[str, dict[str, Any]] = {
         "the moments of Adam were reset": {"moments": lambda s: {}, "step": 1},
         "the bias correction starts again at step 1": 1,
         "the moments have no bias correction": {"bias correction": lambda s: (1, 1)},
-        "betas of Adam: they are swapped": {"betas": lambda s: s.x[::-1]},
         "betas of Adam: beta1 is {c}": {"betas": lambda s: (s.c, s.x[1])},
         "betas of Adam: beta2 is {c}": {"betas": lambda s: (s.x[0], s.c)},
     },
     "eps: the update is different": {"eps of Adam is {c}": fitted_number},
-    "root: the update is different": {
-        "eps is added before the bias correction": lambda s: s.variance.sqrt() + s.eps / s.correction**0.5,
-        "eps is inside the square root": lambda s: (s.variance + s.eps).sqrt(),
-        "the update uses the gradients before clipping": {"gradients": lambda s: s.parameters("grad")},
-    },
     "weight: small updates are lost": {
         "weights are rounded to bfloat16 after the update": lambda s: rounded(s.x, s.theirs, torch.bfloat16)
     },

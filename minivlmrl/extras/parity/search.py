@@ -308,6 +308,8 @@ class Search:
         # Bugs that need no new forward pass, such as rounded log-probabilities, come first.
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
+        if any(bug.parts == 1 and not bug.is_guess for bug in factors):
+            fitted = []  # a count of the step explains the numbers better than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):

@@ -136,7 +136,7 @@ def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
     """The clock advances by one second with each reading, so the speed of the machine does not matter."""
     clock = iter(range(10**9))
     monkeypatch.setattr("time.thread_time", lambda: next(clock))
-    early, later = (audit(step(factor=0.5), seconds)[0] for seconds in (0, 200))
+    early, later = (audit(step(factor=0.5), seconds)[0] for seconds in (0, 100))
     assert not early.explained and [cause.says[:29] for cause in later.explained] == ["all values are 0.5 times as l"]
     doubts = ["the CPU seconds were used before all causes were tried; a larger --seconds tries more"]
     assert early.doubts() == later.doubts() == doubts
