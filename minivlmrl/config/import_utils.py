@@ -110,8 +110,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)", and return the object with this name and the options as a dict.
 
     Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
-    refuses
-    them in a recipe from a model folder.
+    refuses them in a recipe from a model folder.
 
     Args:
         kind: for error messages, such as "reward".

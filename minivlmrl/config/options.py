@@ -583,5 +583,9 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP2 wraps the model, for sharding or for model.compute_dtype."""
+        """Rewards in evaluations: data.eval_rewards, by default the training rewards.
+
+        Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
+        because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
+        """
         return self.sharding.enabled or self.model.compute_dtype is not None

@@ -1,10 +1,8 @@
-"""Rewards for object detection: compare an answer's boxes with the true boxes.
+"""Rewards for object detection: compare boxes in answers with true boxes.
 
-True boxes, in the `solution` column, are in pixels of the image file. Boxes in an answer may be in other units, for
-example thousandths of the image's width and height.
-
-Each box in an answer is matched with at most one true box. The sum of the IoUs is divided by the number of boxes in
-the answer or in the solution, whichever is larger, so that missing and extra boxes lower the reward.
+True boxes (column `solution`) are in pixels of the image file, boxes in answers perhaps in other units, such as
+thousandths of the image size. A box in an answer matches at most one true box. The IoU sum is divided by the larger
+number of boxes, in answer or solution, so missing and extra boxes lower the reward.
 """
 
 import json
@@ -18,7 +16,7 @@ from minivlmrl.errors import truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
-Objects = list[tuple[str, Box]]  # (label, box); the label is "" if labels are not compared
+Objects = list[tuple[str, Box]]  # (label, box), label "" if not compared
 NO_IMAGE = "the row has no image"
 NO_BOX = "no box was found in the answer"
 NO_SOLUTION_BOX = (
@@ -36,27 +34,25 @@ def mean_iou(
     log_extra: LogExtra | None = None,
     **columns,
 ) -> list:
-    """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
+    """Compute the mean IoU of matched boxes, 0 to 1; missing and extra boxes count as 0.
 
-    Example: the image has two true boxes. An answer with exactly one of them gets the reward 1/2.
+    Example: with two true boxes, an answer with exactly one of them gets 1/2.
 
     Args:
-        answer_texts: n answers, None for a completion without an answer.
-        solution: the true box [x1, y1, x2, y2] or a list of boxes, in pixels of the image file; the boxes may also be
-            given as text. [] or "" means that there is no object, and the answer must then say so.
-        image_sizes, answer_extents: (width, height) of the image, in pixels of the file and in the answer's units.
+        answer_texts: n answers, None = no answer.
+        solution: true box [x1, y1, x2, y2] or a list of boxes, in pixels of the image file, perhaps as text. [] or ""
+            means no object, and the answer must say so.
+        image_sizes, answer_extents: image (width, height) in pixels of the file and in units of the answer.
     Returns:
-        n numbers, or None for a row without an image or without a solution.
+        n numbers, None for rows without image or solution.
     """
     return score_boxes(mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra)
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
+    """Compute the fraction of boxes with an IoU of at least 0.5; missing and extra boxes count as 0.
 
-    Missing and extra boxes count as 0.
-
-    Example: for one true box, a box with IoU 0.5 gets the reward 1, and a box with IoU 0.49 gets 0.
+    Example: for one true box, IoU 0.5 gets the reward 1, and IoU 0.49 gets 0.
     """
 
     def share_of_hits(predicted: Objects, true: Objects) -> float:
@@ -73,10 +69,9 @@ def box_format(
     log_extra: LogExtra | None = None,
     **columns,
 ) -> list:
-    """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
+    """Return 1.0 for <think> and <answer> tags with valid boxes inside the image, else 0.0.
 
-    The answers "[]", "None" and "No such object" get 1.0 unless the row's solution, if there is one, contains a box. A
-    row without an image does not get a reward (None).
+    "[]", "None" and "No such object" get 1.0, unless the solution contains a box. Rows without an image get None.
     """
     values = []
     reasons = []
@@ -90,7 +85,7 @@ def box_format(
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
-    """Explain why the reward box_format gives 0 to a completion; return None if the reward is 1."""
+    """Explain a box_format reward of 0; None = reward 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -109,12 +104,12 @@ def box_format_error(completion: str, extent: tuple[float, float], solution: Any
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute the IoU of two objects; objects with different labels have IoU 0."""
+    """Compute the IoU of two objects, 0 for different labels."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted with true objects, and return the IoU of each pair and 0 for each unmatched object."""
+    """Match predicted with true objects; return the IoU per pair, and 0 per unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -126,12 +121,12 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer> tags of a text, or else in the whole text."""
+    """Parse the boxes in the last <answer> tags, otherwise in the whole text."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return the text with the boxes of a solution: the text itself, the text in its <answer> tags, or JSON."""
+    """Return the text with a solution's boxes: all text, the text in <answer> tags, or JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 
@@ -146,16 +141,15 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute a reward for each of n answers by comparing its boxes with the true boxes in the row's solution.
+    """Compute rewards of n answers from predicted and true boxes.
 
     Args:
-        measure: function that computes a reward from an answer's objects and the true objects; an answer without
-            objects gets 0.
-        log_extra: function that logs the reasons for rewards below 1.
-        read: function (text, size of the image) that parses the objects in a solution or an answer.
-        requirement: end of the error message about a solution without objects.
+        measure: (predicted objects, true objects) -> reward; answers without objects get 0.
+        log_extra: logs reasons for rewards below 1.
+        read: (text, image size) -> objects, for solutions and answers.
+        requirement: end of the error message for a solution without objects.
     """
-    scored = []  # each answer's (reward, reason)
+    scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
     for answer, solution, size, extent in rows:
         if solution is None or size is None or extent is None:
@@ -182,12 +176,11 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
-    """Raise ValueError if a box in a solution extends beyond the image by more than a pixel, or is not in pixels.
+    """Raise ValueError if a box is over a pixel outside the image, or not in pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.
-        size: (width, height) of the row's first image in pixels of the file.
-        num_images: number of the row's images.
+        size: image (width, height), pixels of the file.
     """
     image = "the image" if num_images == 1 else f"the first image (of {num_images})"
     for _, box in read_boxes(str(solution), size):

@@ -1,4 +1,4 @@
-"""Call reward functions with arguments from the data's rows and the completions."""
+"""Call reward functions with row columns and completions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments of reward functions that are not columns of the data: lists with one value for each completion.
+    """Arguments of reward functions other than row columns: lists with one value per completion.
 
-    docs/rewards.md explains them. A reward function receives the arguments that are not None.
+    Rewards receive those that are not None; see docs/rewards.md.
     """
 
     completions: list[str]
@@ -29,15 +29,15 @@ class RewardArguments:
     images: list[Sequence[PIL.Image.Image]]
     row_names: list[str]
     completion_ids: list[list[int]]
-    answer_texts: list[str | None]  # the answer in each completion
-    turn_texts: list[list[str]]  # the text of each assistant turn
+    answer_texts: list[str | None]
+    turn_texts: list[list[str]]  # text per assistant turn
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # the rewards that score the row; None for all
-    extras: list[dict]  # where log_extra writes
+    row_rewards: list[list[str] | None]  # rewards for the row, None = all
+    extras: list[dict]  # log_extra writes here
     reward_model_scores: Sequence[float] | None = None
-    # Reward.__call__ sets these three arguments, which are not lists
+    # set by Reward.__call__, not lists
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -53,11 +53,11 @@ def reward_columns(
     processor: Processor,
     reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
-    """Collect the arguments of reward functions from B rows with G completions each.
+    """Collect reward arguments from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}: the columns of the rows, with None for columns that a row lacks, and the arguments of
-        RewardArguments. A column with the same name as such an argument is not passed.
+        {name: n = B * G values}: row columns, None where missing, and RewardArguments, which override columns of the
+        same name.
     """
     flat = []
     row_of_each = []
@@ -88,25 +88,25 @@ def reward_columns(
 
 
 def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the size of a row's first image twice: in pixels of the file, and in the units of the answer's boxes."""
+    """Return the first image's size in pixels of the file, and in units of answer boxes."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # The image's size was stored when the prompt was built, so the image file need not be opened again.
+    # size known from building the prompt: no need to open the file again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))
 
 
 def box_scale(space: str, original: Size, resized: Size) -> Size:
-    """Return the image's width and height in the units of box coordinates, for example (1000, 1000).
+    """Return image width and height in units of box coordinates, for example (1000, 1000).
 
     Args:
-        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),
-            "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
-        original: the file's width and height in pixels.
-        resized: width and height of the model's input image in pixels.
+        space: "original" (pixels of the file), "resized" (pixels of the model input, as in Qwen2.5-VL), "thousandths"
+            (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
+        original: width and height in pixels of the file.
+        resized: width and height in pixels of the model input.
     """
     extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
     if space not in extents:
@@ -115,10 +115,10 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Call all K reward functions on n completions.
+    """Call K reward functions on n completions.
 
     Returns:
-        (n, K) float32, NaN where a reward function returned None.
+        (n, K) float32, NaN for None.
     """
     values = []
     for reward in rewards:

@@ -1,7 +1,7 @@
-"""Registry of reward functions, and checks on their arguments and return values.
+"""Registry of reward functions; checks of their arguments and return values.
 
-A reward has a name from REWARDS, or the name of a function: "my_rewards.py:brevity" or "package.module:brevity". The
-name may end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
+A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity", perhaps with keyword
+arguments: "mine.py:near(tolerance=0.05)".
 """
 
 import inspect
@@ -24,7 +24,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import pluralize, truncate
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
-REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
+REWARDS: dict[str, str | Callable] = {  # name: "module:function" or function
     "format": "minivlmrl.rewards.text:tag_format",
     "accuracy": "minivlmrl.rewards.text:accuracy",
     "iou": "minivlmrl.rewards.boxes:mean_iou",
@@ -33,22 +33,22 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that extras/check/preflight.py uses to find invalid solutions before training
+# preflight.py finds invalid solutions with these rewards, before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # for calls that look for a failure
-# metrics that every optimizer step logs; a reward may not log other values under these names
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # while looking for a failure
+# metrics of every optimizer step, names that rewards may not log
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
-# error of a function that reads a text as a list of messages, as in completion[0]["content"]
+# error of a function that reads a text as messages, as in completion[0]["content"]
 READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
-# arguments that a function reads as lists of messages: none, or as TRL passes them for conversations
+# arguments to pass as messages: none, or as TRL does for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
 def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
-    """Convert prompts and completions to lists of messages if `form` names them, otherwise to texts."""
+    """Convert prompts and completions to messages if named in `form`, otherwise to texts."""
     converted = {}
     for name, role in (("prompts", "user"), ("completions", "assistant")):
         conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -60,16 +60,16 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 
 
 class RewardLog:
-    """The arguments `trainer_state` and `log_metric` that reward functions receive, as in TRL."""
+    """Reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
-        self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
+        self.metrics: dict[str, list[float]] = {}  # current rollout, this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl contains the mean of the numbers logged for a rollout."""
+        """Log a finite number as a metric; metrics.jsonl has the mean over a rollout."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # otherwise, the step's own value would be lost
+        if name in STEP_METRICS:  # would overwrite the value of the step
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise ValueError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
@@ -77,53 +77,53 @@ class RewardLog:
 
 
 class RewardFailed(ValueError):
-    """Raised on all ranks if a reward function fails on one of them, so that they save a checkpoint together."""
+    """A reward function failed: raised on all ranks, which then save a checkpoint together."""
 
 
 @dataclass(eq=False)
 class Reward:
-    """A reward function with its name; the function has the signature of TRL's reward functions."""
+    """A named reward function, with TRL's signature."""
 
     name: str
     function: Callable
     world: World = field(default_factory=World)
-    log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    max_seconds: float | None = None  # time limit for a call in seconds; None means no limit
-    form: tuple[str, ...] = ()  # arguments that the function gets as messages; one of FORMS
+    log: RewardLog | None = None  # log of the stage, None in evaluations and commands
+    max_seconds: float | None = None  # limit per call in seconds, None = no limit
+    form: tuple[str, ...] = ()  # arguments passed as messages; one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that the reward function requires: its parameters without a default value."""
+        """Return the columns that the function requires: parameters without default."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Return the columns that the reward function may read: its parameters with and without default values."""
+        """Return the columns that the function may read: all parameters."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
-        """Return True for a user's reward function with a parameter such as **columns, which receives every column."""
-        function = getattr(self.function, "func", self.function)  # the function with options is a partial
+        """Return True for a user's function with a parameter such as **columns."""
+        function = getattr(self.function, "func", self.function)  # functions with options are partials
         # functools.wraps copies __module__, but not __globals__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
-        # a built-in reward does not use its **columns
+        # built-in rewards ignore their **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Copy the reward for a run on all ranks: if its function fails on one rank, all ranks raise RewardFailed."""
+        """Copy the reward for a run: if it fails on one rank, all ranks raise RewardFailed."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Compute rewards for n completions; None values from the function become NaN.
+        """Compute rewards of n completions, NaN for None.
 
-        A row's column `row_rewards` may list the rewards that score the row; all other rewards are NaN.
+        Column `row_rewards` may list the rewards for a row; others are NaN.
 
         Raises:
-            RewardFailed: the function failed. The message names the row.
+            RewardFailed: the function failed; the message names the row.
         """
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # given by another reward function that calls this reward
+        for name in callbacks.keys() & columns.keys():  # called by another reward function
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -147,7 +147,7 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the reward function on the rows that it scores, and check the values that it returns."""
+        """Call the function on its rows, and check the values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -168,7 +168,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the reward function, and find the form that it reads if it cannot read the present one."""
+        """Call the function; if it cannot read the present form, find one that it can."""
         try:
             return self.function(**in_form(columns, self.form) | callbacks)
         except (AttributeError, IndexError, TypeError):
@@ -179,8 +179,8 @@ class Reward:
         return self.function(**in_form(columns, form) | callbacks)
 
     def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
-        """Try the forms of prompts and completions, until the function does not read a text as messages."""
-        # in an empty text, completion[0] fails before ["content"]
+        """Try forms of prompts and completions until no text is read as messages."""
+        # "?": in an empty text, completion[0] would fail before ["content"]
         columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
         for form in FORMS:
             try:
@@ -192,7 +192,7 @@ class Reward:
         return ()
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the reward function on one completion after another, and describe the first failure."""
+        """Call the function per completion, and describe the first failure."""
         callbacks = callbacks | QUIET
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
@@ -205,17 +205,17 @@ class Reward:
 
 
 def get_reward(name: str) -> Reward:
-    """Find a reward by its name, which may be followed by options, as in "iou" or "mine.py:near(tolerance=0.05)"."""
+    """Find a reward by name, perhaps with options: "iou" or "mine.py:near(tolerance=0.05)"."""
     return Reward(name, resolve_function("reward", name, REWARDS))
 
 
 def training_rewards(config: RunConfig) -> list[Reward]:
-    """Return the reward functions in a recipe's section `rewards`."""
+    """Return the rewards in section `rewards`."""
     return [replace(get_reward(name), max_seconds=config.max_reward_seconds) for name in config.rewards]
 
 
 def held_out_rewards(config: RunConfig) -> list[Reward]:
-    """Return the reward functions that a recipe uses to evaluate the model on held-out rows."""
+    """Return the rewards for evaluations on held-out rows."""
     seconds = config.max_reward_seconds
     return [replace(get_reward(name), max_seconds=seconds) for name in config.eval_rewards]
 
@@ -225,9 +225,9 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the values that a reward function returned to floats; None becomes NaN."""
+    """Convert returned values to floats, NaN for None."""
     try:
-        # A dict, a set or a str is rejected even if its length equals the number of completions.
+        # rejected even with a matching length
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -252,15 +252,15 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 
 def plain_value(value: Any) -> float | str | None:
-    """Convert a tensor or array without dimensions to a Python value; keep other values."""
+    """Convert a scalar tensor or array to a Python value; keep other values."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
-    """Log a value for each completion, as TRL's log_extra(column, values) does.
+    """Log a value per completion, as TRL's log_extra(column, values).
 
-    The column "why" contains the reasons of all rewards, for example {"format": "no <answer>"}. Values other than
-    numbers, texts and None are logged as str(value), because the log is JSON.
+    Column "why" has the reasons of all rewards, for example {"format": "no <answer>"}. Values other than numbers, texts
+    and None are logged as str(value): the log is JSON.
     """
     if len(values) != len(extras):
         raise ValueError(

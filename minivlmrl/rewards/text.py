@@ -1,15 +1,15 @@
 """Rewards for text answers: format and correctness.
 
-A reward is a function with TRL's signature, which returns one number per completion:
+A reward is a function with TRL's signature, and returns one number per completion:
 
-    def brevity(completions, **columns):    # all completions, and every column in their rows
+    def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-A reward may return None for a completion that it cannot score. A completion whose rewards are all None has an advantage
-of 0, and is left out of its group's mean. A recipe weights each reward, for example {accuracy: 1.0};
-rewards/registry.py lists all rewards.
+It may return None for completions that it cannot score. If all rewards of a completion are None, its advantage is 0,
+and the group mean leaves it out. Recipes weight rewards, for example {accuracy: 1.0}; rewards/registry.py lists them
+all.
 
-A reward function may explain its rewards: log_extra("why", reasons), with one text or None per completion.
+A reward may give reasons: log_extra("why", reasons), one text or None per completion.
 """
 
 import re
@@ -29,9 +29,9 @@ NO_SOLUTION = "the row has no solution"
 
 
 def tag_format(completions: list[str], log_extra: LogExtra | None = None, **columns) -> list[float]:
-    """Return 1.0 for completions of the form <think>...</think><answer>...</answer>, else 0.0.
+    """Return 1.0 for completions <think>...</think><answer>...</answer>, else 0.0.
 
-    Each tag must occur exactly once, and the text inside each pair of tags may not be empty.
+    Tags must occur once, with text inside.
     """
     reasons = [format_error(completion) for completion in completions]
     if log_extra is not None:
@@ -40,7 +40,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Explain why a completion is not of the form <think>...</think><answer>...</answer>, or return None."""
+    """Explain why a completion is not <think>...</think><answer>...</answer>; None if it is."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -59,13 +59,13 @@ def format_error(completion: str) -> str | None:
 def accuracy(
     answer_texts: list[str | None], solution: list, log_extra: LogExtra | None = None, **columns
 ) -> list[float | None]:
-    """Return 1.0 for each answer that equals the solution, else 0.0.
+    """Return 1.0 for answers equal to the solution, else 0.0.
 
-    The comparison ignores case, repeated whitespace and final periods. If both texts are JSON objects or lists, their
-    values are compared. A row without a solution gives None.
+    Case, repeated whitespace and final periods are ignored; JSON objects and lists are compared by value. Rows without
+    a solution get None.
 
     Raises:
-        ValueError: a solution is an object, or a list with elements other than numbers.
+        ValueError: a solution is an object, or a list of anything but numbers.
     """
     rewards = []
     reasons = []
@@ -88,7 +88,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True if two texts are equal JSON objects or lists, for example with another order of keys."""
+    """Return True for equal JSON objects or lists, for example with another order of keys."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and read_json(answer) == value
@@ -97,10 +97,10 @@ def same_json(answer: str, expected: str) -> bool:
 
 
 def solution_text(solution: Any) -> str:
-    """Convert a solution to a text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
+    """Convert a solution to text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        ValueError: the solution is an object, a list with elements other than numbers, or a list with one number.
+        ValueError: the solution is an object, a list of anything but numbers, or a list of one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]
@@ -120,12 +120,11 @@ def solution_text(solution: Any) -> str:
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
-    """Extract the answer from a completion; return None if the completion has no answer.
+    """Extract the answer from a completion, None = no answer.
 
     Args:
-        completion: text of the completion.
-        where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all text after the last
-            </think>, and "last_line" extracts the last line of that text.
+        where: "tags" = text in the last <answer>...</answer>, "whole" = all text after the last </think>, "last_line" =
+            last line of that text.
     """
     if where == "tags":
         return last_answer(completion)
@@ -136,8 +135,8 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the text inside the last <answer>...</answer> of a text, or None."""
-    # str.partition is used, because a regular expression takes quadratic time for many <answer> tags.
+    """Return the text in the last <answer>...</answer>, or None."""
+    # str.partition: a regular expression takes quadratic time for many <answer> tags
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:
@@ -148,8 +147,7 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Accents are joined to their letters (NFC), as in the tokens of Qwen's models. Full-width and typographic characters
-    become plain characters.
+    Accents are joined to letters (NFC), as in Qwen's tokens; full-width and typographic characters become plain ones.
     """
     answer = last_answer(text)
     words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()
