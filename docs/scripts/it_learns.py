@@ -1,0 +1,103 @@
+"""Draw the curves of docs/it_learns.md, and write its tables from the JSON files in docs/curves.
+
+python -m docs.scripts.it_learns    # after benchmarks/sums.py
+"""
+
+import json
+import re
+from pathlib import Path
+from statistics import mean
+
+from docs.scripts.picture import BLUES, DOCS, FAINT, INK, SOFT, Picture
+from recipes.sums import TRAINED
+
+PAGE = DOCS / "it_learns.md"
+TOP, BOTTOM, WIDTH = 60, 260, 290  # of a chart, in pixels
+
+
+def read(name: str) -> dict:
+    return json.loads((DOCS / "curves" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def chart(picture: Picture, left: float, last: float, label: str, curves: list[tuple[list, list, str, float]]):
+    """Draw curves (x values, shares, color, thickness) with x from 0 to `last`."""
+
+    def place(x: float, share: float) -> tuple[float, float]:
+        return round(left + WIDTH * x / last, 1), round(BOTTOM - (BOTTOM - TOP) * share, 1)
+
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        picture.line([place(0, share), place(last, share)], FAINT, 1)
+        picture.text(left - 8, place(0, share)[1] + 5, f"{share:g}", 14, SOFT, "end")
+    for x in (0, last / 2, last):
+        picture.text(place(x, 0)[0], BOTTOM + 20, f"{x:g}", 14, SOFT)
+    picture.text(left + WIDTH / 2, BOTTOM + 42, label, 15, INK)
+    for xs, shares, color, thick in curves:
+        picture.line([place(*point) for point in zip(xs, shares, strict=True)], color, thick)
+
+
+def draw_sums(results: dict) -> str:
+    """Draw the held-out accuracy of all runs of recipes/sums.yaml, sampled and greedy."""
+    picture = Picture(760, 320, "A pretrained model learns arithmetic from rewards, but not from shuffled rewards")
+    last = max(run["steps"][-1] for run in results["runs"])
+    for left, way in ((60, "sampled"), (420, "greedy")):
+        picture.text(left, 32, f"accuracy on 256 held-out rows, {way}", 15, INK, "start", bold=True)
+        curves = [(run["steps"], run[way], BLUES[0] if run["run"] == "grpo" else SOFT, 3) for run in results["runs"]]
+        chart(picture, left, last, "GRPO steps; gray: shuffled rewards", curves)
+    return picture.svg()
+
+
+def sums_rows(results: dict) -> list[str]:
+    """Return the rows of the table about the runs of recipes/sums.yaml."""
+    rows = []
+    for run in results["runs"]:
+        accuracies = [f"{run[way][i]:.3f}" for i in (0, -1) for way in ("sampled", "greedy")]
+        cells = [f"{run['run']}, seed {run['seed']}", str(run["steps"][-1]), *accuracies, f"{run['cpu_seconds']}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def clothes_rows(results: dict) -> list[str]:
+    """Return the rows of the table about photographs of clothes: accuracy after a run, for each seed."""
+    rows = []
+    for name in dict.fromkeys(run["run"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["run"] == name]
+        cells = [", ".join(f"{run[way][-1]:.3f}" for run in runs) for way in ("sampled", "greedy")]
+        cells.append(", ".join(str(run["seconds"]) for run in runs))
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def kind_rows(results: dict) -> list[str]:
+    """Return the rows of the table about the kinds of problems, and of other questions, of the first run."""
+    before, after = results["before"], results["runs"][0]
+    rows = []
+    for kind, value in before["kinds"].items():
+        name = kind if kind in TRAINED else f"{kind}, never trained"
+        rows.append(f"| {name} | {value:.3f} | {after['kinds'][kind]:.3f} |")
+    right = [f"{mean(x['right'] for x in model['questions'].values()):.3f}" for model in (before, after)]
+    return [*rows, f"| ten questions about other things | {' | '.join(right)} |"]
+
+
+TABLES = {  # heading cell of a table: JSON file and rows
+    "run": ("sums", sums_rows),
+    "kind": ("sums", kind_rows),
+    "clothes": ("clothes", clothes_rows),
+}
+PICTURES = {"images/sums.svg": draw_sums}
+
+
+def page() -> str:
+    """Return the page with tables that are written anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    for heading, (name, rows) in TABLES.items():
+        table = rf"(?m)(^\| {heading} \|.*\n\|[-|]+\n)(?:\|.*\n)+"
+        written = "\n".join(rows(read(name))) + "\n"
+        text, count = re.subn(table, lambda match, written=written: match[1] + written, text)
+        assert count == 1, heading
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    for path, draw in PICTURES.items():
+        (DOCS / path).write_text(draw(read(Path(path).stem)), encoding="utf-8")
