@@ -63,7 +63,7 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 def load_image(file) -> PIL.Image.Image:
     """Read an image in RGB, apply its EXIF rotation, and replace transparency with white."""
     try:
-        image = PIL.ImageOps.exif_transpose(open_image(file))
+        image = PIL.ImageOps.exif_transpose(open_image(file))  # defined beside the rows' checks
     except OSError as error:
         raise InputError(f"{file} cannot be read as an image: {error}") from error
     if image.has_transparency_data:
@@ -202,17 +202,15 @@ def make_prompt(model, row) -> Prompt:
     vision = model.config["vision_config"]
     patch = vision["patch_size"]
     merge = vision["spatial_merge_size"]
-    min_pixels, max_pixels = model.pixels
     device = model.lm_head.weight.device
     images = []
     grids = []  # rows and columns of image tokens
     for file in row["images"]:
-        patches, h, w = patchify(load_image(file), patch, merge, min_pixels, max_pixels)
+        patches, h, w = patchify(load_image(file), patch, merge, *model.pixels)
         images.append((patches.to(device), h, w))
         grids.append((h // merge, w // merge))
     image_lengths = [rows * columns for rows, columns in grids]
-    problem = model.template.replace("{problem}", row["problem"])
-    ids = render(model.tokenizer, problem, image_lengths)
+    ids = render(model.tokenizer, row["problem"], image_lengths)
     positions = mrope_positions(ids, grids, model.config["image_token_id"])
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
@@ -380,7 +378,7 @@ class QwenVL(nn.Module):
         # `load` adds the tokenizer, and `files`, the contents of the folder's other files.
         self.config = config
         self.pixels = 0, math.inf  # smallest and largest area of an image
-        self.template = "{problem}"  # what surrounds each question
+        self.template = "{problem}"  # what surrounds each question of the rows
         self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
         layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
@@ -926,8 +924,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
         with torch.device("meta"):  # no memory for weights, which the files contain
             model = QwenVL(config)
         model.files = read_settings(folder)
-        vision = config["vision_config"]
-        model.pixels = read_pixels(folder, model.files, vision, max_pixels)
+        model.pixels = read_pixels(folder, model.files, config["vision_config"], max_pixels)
     except KeyError as error:
         raise InputError(f"{folder}: its JSON files have no {error}") from error
 
@@ -1063,6 +1060,9 @@ def read_rows(file, answers) -> list[dict]:
         print(f"{file}: minimal.py does not read the fields {', '.join(unread)}")
     if any(prefix in text for prefix in STRUCTURE):
         print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
+    template = find_template(rows, answers)
+    for row in rows:
+        row.update(template=template, problem=template.replace("{problem}", row["problem"]))
     return rows
 
 
@@ -1323,7 +1323,7 @@ def main():
         rows = read_rows(options.rows, ANSWERS[options.stage])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load(options.folder, device, max_pixels=options.max_pixels)
-        model.template = find_template(rows, ANSWERS[options.stage])
+        model.template = rows[0]["template"]
     else:
         torch.set_num_threads(1)  # the tensors are too small to share the work
         make_folder(f"{options.output_dir}/random")

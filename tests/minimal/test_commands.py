@@ -210,7 +210,7 @@ def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
     first, second = minimal.read_rows(tmp_path / "rows.jsonl", ["completion"])
-    assert first == second == row | {"images": [*files]}
+    assert first == second == row | {"images": [*files], "template": "{problem}"}
 
 
 def test_a_file_without_rows_is_refused(tiny, tmp_path):

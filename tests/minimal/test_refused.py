@@ -116,7 +116,7 @@ def test_fields_that_nobody_reads_and_control_tokens_are_named_once(tmp_path, ca
 def test_these_rows_are_read(tmp_path, changes, images):
     row = read(tmp_path, ROW | changes)
     assert row["images"] == images * [tmp_path / "a.png"]
-    assert row["problem"] == changes.get("problem", ROW["problem"])
+    assert row["problem"] == changes.get("problem", ROW["problem"]) + minimal.ASK
 
 
 @pytest.mark.parametrize("rejected", ["...", "<think>no</think><answer></answer>"])

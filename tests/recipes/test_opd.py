@@ -1,5 +1,8 @@
 """Test the stage recipes/opd.py: on-policy distillation, in which a teacher grades each token."""
 
+import re
+import shlex
+
 import pytest
 from pytest import approx
 
@@ -11,14 +14,24 @@ OPD += ["--opd.num_generations=2", "--opd.micro_batch_size=2", "--opd.learning_r
 SFT = ["--stages=[sft]", "--sft.max_steps=12", "--sft.prompts_per_step=8", "--sft.learning_rate=3e-3"]
 
 
-@pytest.mark.parametrize("adapter", [[], ["--adapter.r=8"]], ids=["all weights", "LoRA"])
-def test_the_student_becomes_like_its_teacher(run, plain, own, adapter):
+def test_the_student_becomes_like_its_teacher(run, plain, own):
     """The mean of log(student / teacher) is the KL, and with ratio 1 it is also the loss."""
-    short = ["--data.eval_rows=0"]
-    teacher = run(*own, *SFT, *short, name="teacher") / "checkpoint"
-    first, *_, last = metrics(run(*own, *OPD, *short, *adapter, f"--reference.path={teacher}"))
+    teacher = run(*own, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
+    first, *_, last = metrics(run(*own, *OPD, "--data.eval_rows=0", f"--reference.path={teacher}"))
     assert first["teacher_kl"] > 0.3 and last["teacher_kl"] < 0.7 * first["teacher_kl"]
     assert first["loss"] == approx(first["teacher_kl"], rel=1e-4)
+
+
+def test_the_command_of_the_recipe_trains_an_adapter(run, plain, own, checkpoint, rows, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    teacher = run(*own, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
+    text = (ROOT / "recipes" / "opd.py").read_text().partition("\n\n")[2].partition("\n\n")[0]
+    text = text.replace("\\\n", " ").replace("STUDENT", str(checkpoint)).replace("TEACHER", str(teacher))
+    [_, _, recipe, *words] = shlex.split(re.sub(r"\w+\.jsonl", str(rows), text))
+    small = ["--opd.max_steps=8", "--opd.prompts_per_step=2", "--opd.num_generations=2", "--sampling.max_new_tokens=6"]
+    folder = run(*words, *small, "--data.eval_rows=1", "--opd.learning_rate=3e-3", recipe=recipe)
+    lines = [line for line in metrics(folder) if "teacher_kl" in line]
+    assert len(lines) == 8 and lines[0]["teacher_kl"] > 0.3 and (folder / "checkpoint" / "adapter").is_dir()
 
 
 def test_without_a_teacher_the_stage_is_refused(run, own):
