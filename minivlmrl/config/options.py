@@ -542,7 +542,7 @@ class RunConfig:
 
     def __post_init__(self):
         # set by load_config, not options
-        self.recipe = ""  # path
+        self.recipe = ""  # recipe path
         # sections of stages left out by --stages
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
@@ -572,8 +572,7 @@ class RunConfig:
         """Rewards in evaluations: data.eval_rewards, by default the training rewards.
 
         Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
-        because only
-        a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
+        because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards
@@ -583,9 +582,5 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Rewards in evaluations: data.eval_rewards, by default the training rewards.
-
-        Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
-        because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
-        """
+        """True if FSDP2 wraps the model, for sharding or for model.compute_dtype."""
         return self.sharding.enabled or self.model.compute_dtype is not None
