@@ -9,7 +9,7 @@ GB = 10**9
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Return the GPU of a rank, or the CPU if the machine has no GPU."""
+    """Return a rank's GPU, or the CPU on a machine without a GPU."""
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
@@ -22,7 +22,7 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # the regular expression matches PyTorch's errors on a machine without a GPU
+            # PyTorch's errors on a machine without a GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "

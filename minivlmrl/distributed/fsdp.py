@@ -1,13 +1,11 @@
-"""Shard weights, gradients and optimizer state over the ranks with FSDP2.
+"""Shard weights, gradients and optimizer state over the ranks with FSDP2; models contain no code for it.
 
-Models do not contain any code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass
-and freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are
-FSDP units of their own if their weights are not tied. The remaining weights of the model form one more FSDP unit, the
-root.
+FSDP units (weights gathered before the forward pass, freed afterwards): vision blocks, decoder layers, embedding and
+head if untied, and the root with all remaining weights.
 
-Ranks must run the same FSDP units in the same order, because a rank that gathers weights waits for all other ranks. In
-each step, all ranks get the same number of prompts and micro-batches. The class DummyVisionForward runs the vision
-tower on ranks without images. The function in_lockstep lets all ranks run the same number of decode steps.
+Ranks must run the same units in the same order, because gathering waits for all ranks. Every rank gets the same number
+of prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
+gives all ranks the same number of decode steps.
 """
 
 from collections.abc import Callable
@@ -40,13 +38,12 @@ from minivlmrl.model.lora import copy_adapter_layout
 
 
 class Sharding:
-    """How models are sharded: device mesh, dtypes and CPU offloading.
+    """Device mesh, dtypes and CPU offloading of sharded models.
 
     Args:
-        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, but never in less
-            than float32.
-        recompute: recompute activations in the backward pass (activation checkpointing).
-        compute_dtype: dtype for gathered weights and activations, even if sharding.enabled is false; None uses `dtype`.
+        dtype: dtype of the weights that the optimizer updates; gradients are reduced in at least float32.
+        recompute: activation checkpointing.
+        compute_dtype: gathered weights and activations, also without sharding.enabled; None = `dtype`.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # FSDP must not cast inputs to 16 bits, because rotary angles and the inputs of adapters must stay in float32.
+        # inputs stay in float32: rotary angles, adapters
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -70,7 +67,7 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place; its parameters may be on any device, including the meta device."""
+        """Shard a model in place, on any device including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
@@ -86,9 +83,8 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set explicitly, because
-        # FSDP's default order depends on the number of forward passes. If this number differed between ranks, the ranks
-        # would gather different layers in the same collective call.
+        # explicit order for prefetching in the backward pass: FSDP's default depends on the number of forward
+        # passes, and ranks with different numbers would gather different layers in one collective
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -101,21 +97,20 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # DummyVisionForward runs the vision tower, whose weights FSDP's hooks must gather first.
+        # after FSDP's hooks, which gather the tower's weights
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head, which computes in the dtype of its weights."""
+        """Shard a value head; it computes in its weights' dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Form one FSDP unit from all parameters of a module that are not yet in another unit."""
+        """Make an FSDP unit from all parameters not yet in another unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not
-            # averaged.
+            # sum, no mean: losses are already divided by counts over all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -126,24 +121,16 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Shard a full tensor: copy this rank's rows of the tensor into a DTensor.
-
-        Args:
-            like: a parameter; the result has the same dtype and sharding.
-        """
+        """Copy this rank's rows of a full tensor into a DTensor, with dtype and sharding of the parameter `like`."""
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
-        assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # DTensor is constructed directly, because DTensor.from_local would move offloaded weights to the GPU.
+        assert isinstance(like, DTensor)  # fully_shard makes all parameters DTensors
+        # not DTensor.from_local: it moves offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the weights of a sharded model, and return an unsharded model with these weights.
-
-        Each rank can run the unsharded model without waiting for other ranks, until `reshard` frees the gathered
-        weights.
-        """
+        """Gather the weights into an unsharded model, which runs without waiting for other ranks until `reshard`."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -152,10 +139,10 @@ class Sharding:
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model. Each rank copies its own rows.
+        """Copy a sharded model, each rank its own rows.
 
         Args:
-            in_compute_dtype: True copies into compute_dtype; False keeps the dtype of the parameters.
+            in_compute_dtype: if True, copy in compute_dtype instead of the parameters' dtype.
         """
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
@@ -170,15 +157,15 @@ class Sharding:
 
 
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Return a device mesh: for 8 ranks, (2, 4) with two copies of the weights, or (8,) with one copy."""
+    """Return a device mesh: for 8 ranks (2, 4) with two copies of the weights, or (8,) with one."""
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # Process groups are created by hand, because init_device_mesh would give them PyTorch's default timeout.
+    # by hand: init_device_mesh sets PyTorch's default timeout
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # groups that hold the same shard, then groups that form a replica
+    for ranks_of_groups in (ranks.T, ranks):  # groups with the same shard, then replicas
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
         groups.append(group)
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
@@ -189,17 +176,17 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def fully_used_layers(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers in which every parameter gets a gradient in every micro-batch."""
+    """Return decoder layers whose parameters all get a gradient in every micro-batch."""
     family = family_of(model)
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if family.uses_every_parameter(model.config, i)]
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather the weights of the embedding and the output head in each forward pass.
+    """Add hooks that gather embedding and head in each forward pass.
 
-    FSDP gathers the weights of a module that is called, but the model reads `lm_head.weight` without calling `lm_head`.
-    A single FSDP unit for embedding and head would need 4.4 GB for the float32 gradients of a 7B model.
+    FSDP gathers for modules that are called, but the model reads `lm_head.weight` without calling `lm_head`. One unit
+    for both would need 4.4 GB for the float32 gradients of a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -211,28 +198,27 @@ def gather_embedding_and_head(model: VisionLanguageModel):
         head.unshard()
 
     for unit in (embedding, head):
-        unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
+        unit.set_reshard_after_forward(False)  # decode steps call the embedding's module
         communication_of(unit).all_reduces_once = True
-    # FSDP's own hook initializes FSDP, so the hooks that gather weights must be added after FSDP's hook.
+    # after FSDP's own hook, which initializes FSDP
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up integers over all ranks, on the CPU, because a sum on the GPU would wait for unfinished kernels."""
+    """Sum integers over all ranks on the CPU: a GPU sum would wait for unfinished kernels."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Hooks that run the vision tower on a black image if a rank has no images. All ranks must run the tower together.
+    """Hooks that run the vision tower on a black image on ranks without images, because all ranks must run it together.
 
-    The vision tower's output for a black image is multiplied by 0, so that it does not change the decoder's input. If
-    no rank has images, no rank runs the vision tower.
+    The output is multiplied by 0 and added to the decoder's input. Without images on any rank, no rank runs the tower.
     """
 
-    zero: Tensor | None = None  # 0 times the vision tower's output for the black image of the current forward pass
+    zero: Tensor | None = None  # 0 * (tower output for the black image), of this forward pass
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
@@ -240,33 +226,33 @@ class DummyVisionForward:
         if dist.get_world_size() == 1:
             return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
-        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that no rank waits for its GPU
+        on_any_rank = torch.tensor(int(runs_tower))  # CPU: no rank waits for its GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add 0 times the tower's output to the decoder's input, so that all ranks run the same backward pass."""
+        """Add the black image's zero to the decoder's input: same backward pass on all ranks."""
         if self.zero is None:
             return None
         x, *others = arguments
         x = x + self.zero
-        self.zero = None  # frees the black image's autograd graph after the backward pass
+        self.zero = None  # frees the black image's autograd graph
         return (x, *others)
 
 
 def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: torch.device) -> Tensor:
-    """Run the vision tower on a black image of one token, and return a zero through which gradients flow."""
+    """Run the vision tower on a black image of one token, and return a zero with gradients."""
     merge_size = vision_config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap the function that samples a token, so that all ranks run a sharded decoder for the same number of steps.
+    """Wrap sample_token: all ranks run a sharded decoder for the same number of steps.
 
-    Before each decode step, each rank tells the other ranks whether it needs one more step. A rank whose completions
-    have ended runs the decoder on a dummy token until the completions of all ranks have ended.
+    Before each decode step, ranks exchange whether they need one more. A rank with only finished completions runs the
+    decoder on a dummy token until all ranks have finished.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
@@ -275,11 +261,11 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # not the weights' device, which may be offloaded
+        device = world.device  # the weights may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
-        while world.sum(0)[0]:  # another rank runs one more decode step
+        while world.sum(0)[0]:  # another rank still decodes
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 
@@ -287,7 +273,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 
 
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
-    """Create a model with the layers and adapters of `model` on the meta device, which does not store weights."""
+    """Create a model with the layers and adapters of `model` on the meta device."""
     with torch.device("meta"):
         clone = family_of(model).build_model(model.config).to(dtype)
     copy_adapter_layout(clone, model)

@@ -1,4 +1,4 @@
-"""Connect the ranks of a run before slow work begins, so that a wrong network setting causes an error early."""
+"""Connect the ranks before slow work begins: wrong network settings fail early."""
 
 import os
 import socket
@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks have started
+CONNECT_SECONDS = 60.0  # for connecting, after all ranks have started
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Return torch.distributed's store, in which ranks look up the network addresses of other ranks.
+    """Return torch.distributed's store, where ranks look up each other's addresses.
 
-    Keys in the store begin with the number of restarts, because the keys of an earlier start hold addresses of dead
-    processes (pytorch issue 135712). On several hosts, keys begin with 0, because a host may not know the number of
-    restarts (docs/many_gpus.md).
+    Keys begin with the restart count: older keys hold addresses of dead processes (pytorch 135712). On several
+    hosts they begin with 0, because a host may not know the restart count (docs/many_gpus.md).
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -41,21 +40,21 @@ def attempt_store(limit: timedelta) -> Store:
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
-    """Create the process group, and test the network with a sum over all ranks, on CPUs and on GPUs.
+    """Create the process group, and test it with a sum over all ranks, on CPUs and on GPUs.
 
-    NCCL connects the ranks at the first sum over GPUs, so a sum tests the network before the weights are loaded.
+    NCCL connects at the first sum, so errors appear before weights are loaded.
 
     Args:
-        store: the store of rank addresses.
-        device: this rank's device.
-        limit: time that a rank waits for other ranks to start, and later in collective operations.
+        store: rank addresses.
+        device: device of this rank.
+        limit: time that a rank waits for others, at the start and in collective operations.
 
     Raises:
-        ValueError: a rank did not start, or the ranks cannot exchange tensors.
+        ValueError: a rank did not start, or ranks cannot exchange tensors.
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # gloo and NCCL would wait forever for ranks that cannot connect, so a timer ends the process.
+    # gloo and NCCL wait forever for unreachable ranks: a timer ends the process
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -67,7 +66,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            device_id=device if has_gpu else None,  # the GPU of this rank, for NCCL
+            device_id=device if has_gpu else None,  # for NCCL
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
             total = torch.ones(1, device=place)
@@ -81,13 +80,13 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def end_process(message: str):
-    """Print a message and exit at once, because Python cannot interrupt gloo or NCCL with an exception."""
+    """Print a message and exit at once: Python exceptions cannot interrupt gloo or NCCL."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 
 
 def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list[str]:
-    """Wait until all ranks have started, and return each rank's host name."""
+    """Wait until all ranks have started, and return their host names."""
     keys = [f"host/{number}" for number in range(size)]
     store.set(keys[rank], socket.gethostname())
     try:
@@ -104,10 +103,10 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Context manager for new process groups: if another host dies, the group raises an error instead of waiting.
+    """Context manager for new process groups: a dead host raises an error instead of a wait.
 
-    On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
-    host that computes for a long time stays connected, because its operating system answers keep-alive messages.
+    On Linux, connections close when the other host has not answered for `seconds`. Long computations are safe, because
+    operating systems answer keep-alive messages.
     """
     if sys.platform != "linux":
         yield
@@ -116,13 +115,13 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     yield
     pause = max(1, round(seconds / 4))
     options = {
-        socket.TCP_KEEPIDLE: pause,  # seconds without data before the kernel probes the other host
+        socket.TCP_KEEPIDLE: pause,  # seconds without data before a probe
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds to wait until the other host confirms data
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds until the other host must confirm data
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # For an open file that is not a TCP connection, setsockopt raises OSError.
+        # OSError: an open file that is not a TCP connection
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -144,6 +143,6 @@ def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error message's first line, without a prefix such as gloo's [pair.cc:534]."""
+    """Return an error's first line, without a prefix such as gloo's [pair.cc:534]."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].rstrip(".")

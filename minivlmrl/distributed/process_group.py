@@ -1,4 +1,4 @@
-"""The process group of a run: rank, device, and collective operations over all ranks."""
+"""Process group of a run: rank, device and collective operations."""
 
 import math
 import os
@@ -21,25 +21,25 @@ from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, sto
 
 Value = TypeVar("Value")
 
-NO_LIMIT = timedelta(days=30)  # the longest timeout that a process group accepts
-LAST_ERRORS = 5.0  # seconds within which all ranks must raise an error to save a checkpoint together
-# process group in which ranks wait for each other; None if there is only one rank
+NO_LIMIT = timedelta(days=30)  # longest timeout of process groups
+LAST_ERRORS = 5.0  # seconds in which all ranks must fail to save a checkpoint together
+# for barriers; None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class World:
-    """Rank, number of ranks and device of a process. World() stands for a run with a single process."""
+    """Rank, number of ranks and device of a process; World() = a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # function that slow work such as sampling calls often; it raises an exception after a signal such as SIGTERM
+    # raises after a signal such as SIGTERM; slow work such as sampling calls it often
     stop_if_preempted: Callable[[], None] = lambda: None
-    timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    max_wait: float | None = None  # seconds that `barrier` waits for other ranks; None means no limit
-    store: Store | None = None  # store in which ranks see whether another rank is late or has failed
-    # whether `shutdown` destroys the process group at the end; False if vLLM destroys it
+    timeout: float = 600.0  # seconds, in collective operations
+    max_wait: float | None = None  # seconds, in `barrier`; None = no limit
+    store: Store | None = None  # shows late and failed ranks to other ranks
+    # if True, `shutdown` destroys the process group; False if vLLM does
     ends_group: bool = True
 
     @property
@@ -47,56 +47,51 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return a contiguous part of a sequence for this rank; the parts of all ranks have nearly equal lengths."""
+        """Return a contiguous part for this rank; lengths of all parts nearly equal."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return every N-th item of a sequence for N ranks, starting at this rank's number.
+        """Return every N-th item for N ranks, the same number on all ranks, as FSDP requires.
 
-        All ranks get the same number of items, as FSDP requires: from [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1,
-        0].
+        From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
-            this rank's items, and how many of them, from the start, are not repeats.
+            items, and how many of them, from the start, are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
         return [*share, *items[:missing]], len(share)
 
     def sum(self, *values: float) -> list[float]:
-        """Add up each value over all ranks."""
+        """Sum each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # The sum over ranks is computed on the CPU, because a sum on the GPU would wait for the GPU's unfinished work.
+        # CPU: a GPU sum would wait for unfinished kernels
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors (n, ...) of all ranks, in rank order. The result is (n * size, ...)."""
+        """Concatenate tensors (n, ...) in rank order: (n * size, ...)."""
         if self.size == 1:
             return tensor
-        # all_gather_into_tensor would be shorter, but torch 2.13 warns that it is deprecated
+        # all_gather_into_tensor: shorter, but deprecated in torch 2.13
         tensors = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(tensors.unbind()), tensor.contiguous())
         return tensors.flatten(0, 1)
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return a list of all ranks' values, which must be picklable, in rank order."""
+        """Return the values of all ranks in rank order; values must be picklable."""
         if self.size == 1:
             return [value]
-        values = [value] * self.size  # placeholders, which all_gather_object replaces
+        values = [value] * self.size  # placeholders for all_gather_object
         dist.all_gather_object(values, value)
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send one picklable value to each rank, and return the values that the ranks send to this rank, in rank order.
-
-        Args:
-            values: values[2] is sent to rank 2, for example.
-        """
+        """Send values[i] to rank i, and return the received values in rank order; values must be picklable."""
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
         arriving = torch.empty_like(sizes)
@@ -108,15 +103,14 @@ class World:
     def barrier(self, work: str = "do its part"):
         """Wait until all ranks have done their work, which may take longer than World.timeout.
 
-        After a minute, the rank prints which ranks it is waiting for. If a rank hangs for longer than World.max_wait,
-        the waiting ranks raise an error, and the process of the hanging rank prints a traceback and ends with exit code
-        1.
+        After a minute, a rank prints which ranks it waits for. If a rank hangs for longer than World.max_wait, waiting
+        ranks raise an error, and the hanging process prints a traceback and ends with exit code 1.
 
         Args:
-            work: what the ranks are doing, for the message, such as "read images".
+            work: for messages, such as "read images".
 
         Raises:
-            RuntimeError: the process of a rank has ended, or a rank is more than World.max_wait late.
+            RuntimeError: a rank has ended, or is more than World.max_wait late.
         """
         if self.size > 1:
             with log_stragglers(self.store, self.rank, self.size, work):
@@ -124,14 +118,14 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """After an error, call the function `work`, which saves the run. Each rank with an error must call this method.
+        """Call `work`, which saves the run after an error; each rank with an error must call this method.
 
-        If all ranks have an error, they call `work` together. Otherwise, the first rank that notices this calls `work`
-        alone, and the other ranks wait, because torchrun ends all ranks as soon as one rank ends.
+        If all ranks have an error, they work together. Otherwise the first rank to notice works alone and the others
+        wait, because torchrun ends all ranks as soon as one ends.
 
         Args:
-            work: function that is called with the ranks that work together.
-            alone: whether one rank can do the work without the others.
+            work: called with the World of the working ranks.
+            alone: whether one rank can do the work alone.
         Returns:
             True if the work was done.
         """
@@ -144,12 +138,12 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # Rank 0 is the first to give up, because only rank 0 knows the number of lines in the log files.
+        # rank 0 gives up first: only rank 0 knows the line counts of log files
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
         with suppress(dist.DistError):  # another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first value counts
+        workers = store.compare_set("ranks that save", "", own).decode()  # first value counts
         if workers == "all":
             work(self)
         elif not alone:
@@ -164,12 +158,10 @@ class World:
         return True
 
     def run_on_all_ranks(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Call the function `work` on every rank; an error on any rank is raised on all ranks.
-
-        There is no time limit for `work`.
+        """Call `work` on every rank, without a time limit; an error is raised on all ranks.
 
         Returns:
-            the value that `work` returned on this rank.
+            result of this rank.
         """
         if self.size == 1:
             return work()
@@ -180,38 +172,38 @@ class World:
             future.set_exception(error)
         self.barrier(name)
         for error in filter(None, self.gather_objects(future.exception())):
-            raise error from future.exception()  # which has this rank's traceback
+            raise error from future.exception()  # has this rank's traceback
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Call the function `work` on rank 0 and return its result; return None on other ranks.
+        """Call `work` on rank 0, and return its result there, None on other ranks.
 
-        All ranks must call run_on_rank_zero; an error on rank 0 is raised on all ranks.
+        All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Call the function `work` on rank 0, and return its picklable result on all ranks.
+        """Call `work` on rank 0, and return its picklable result on all ranks.
 
-        All ranks must call compute_on_rank_zero; an error on rank 0 is raised on all ranks.
+        All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
         result = self.gather_objects(self.run_on_rank_zero(work, name))[0]
         return result  # pyright: ignore[reportReturnType] (None only if work returned None)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Replace each parameter's gradient with the sum of the gradients of all ranks."""
-        # Losses are divided by counts over all ranks, such as the token count, so gradients are summed, not averaged.
+        """Sum gradients over all ranks."""
+        # no mean: losses are already divided by counts over all ranks
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # A gradient that is None on all ranks stays None. With a gradient of 0, AdamW would decay the parameter.
+        # None on all ranks stays None: AdamW would decay a parameter with gradient 0
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # for example the vision tower on a rank without images
+            if parameter.grad is None:  # for example the vision tower, without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        if not gradients:  # only the vision tower is trained, and no rank has an image
+        if not gradients:  # only the vision tower is trained, no images on any rank
             return
         flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat_gradients)
@@ -221,17 +213,16 @@ class World:
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: float | None = None) -> World:
-    """Select this process's device and number of CPU threads, and connect the ranks that torchrun has started.
+    """Select device and CPU threads, and connect the ranks that torchrun has started.
 
     Args:
-        num_threads: number of CPU threads for this process; None uses default_num_threads.
-        timeout: seconds that a rank waits for another rank in a collective operation before the
-            run ends with an error. World.barrier has no such limit.
-        sharded: True if weights are sharded; then even a single process needs a process group.
-        max_wait: seconds that a rank waits for another rank in World.barrier; None means no limit.
+        num_threads: CPU threads, None = default_num_threads.
+        timeout: seconds that collective operations wait; World.barrier has no such limit.
+        sharded: whether weights are sharded, which needs a process group even for one process.
+        max_wait: seconds that World.barrier waits, None = no limit.
 
     Raises:
-        ValueError: there is no GPU for this rank, or the ranks cannot be connected.
+        ValueError: no GPU for this rank, or the ranks cannot be connected.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -245,11 +236,11 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # Gloo may not find the network interface in a container, so a run on one host uses the loopback interface.
+        # gloo may find no network interface in a container: loopback on a single host
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        # torch.distributed documents HashStore, but pyright considers the class private
+        # documented, but private for pyright
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)
@@ -257,7 +248,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # pyright does not know that new_group returns a group to all members of the group
+                # pyright: new_group may return a non-member
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
@@ -269,24 +260,24 @@ def longest_wait(max_wait: float | None) -> timedelta:
 
 
 def monitored_barrier(limit: timedelta, names_all: bool = False):
-    """Wait until all ranks have called monitored_barrier.
+    """Wait until all ranks have called this function.
 
     Args:
-        limit: time limit on rank 0; other ranks wait for rank 0 as long as the option max_wait_hours allows.
-        names_all: whether the error lists all ranks that are late, which takes the whole time limit.
+        limit: on rank 0; other ranks wait for rank 0 as long as max_wait_hours allows.
+        names_all: if True, the error lists all late ranks, which takes the whole limit.
 
     Raises:
-        RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
-            that is late, for example "Rank 1 failed to pass monitoredBarrier".
+        RuntimeError: a rank has ended or is late. On rank 0, the message names one, for example "Rank 1 failed to pass
+            monitoredBarrier".
     """
     if barrier_group is not None:
         dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)
 
 
 def default_num_threads(local_size: int) -> int:
-    """Return OMP_NUM_THREADS, or the number of CPU cores divided by the number of processes on the host.
+    """Return OMP_NUM_THREADS, or CPU cores per process of the host.
 
-    If torchrun starts several processes, it sets OMP_NUM_THREADS=1 by default, so this value is ignored.
+    With several processes, OMP_NUM_THREADS=1 is ignored, because it is torchrun's default.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):
@@ -298,10 +289,10 @@ def default_num_threads(local_size: int) -> int:
 
 
 def shutdown(world: World):
-    """Wait for all ranks, and destroy the process group of the run, if there is one."""
+    """Wait for all ranks, and destroy the process group, if any."""
     world.barrier("finish the run")
     stop_watchdog()
     if dist.is_initialized():
-        dist.barrier()  # destroying the group while another rank still uses it can abort that rank
+        dist.barrier()  # destroying a group in use can abort the other rank
         if world.ends_group:
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Save a model, sharded or not, as a folder in the Hugging Face format."""
+"""Save a model, sharded or not, as a Hugging Face folder."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Stacked, Weight, gather_full_tensor, has_adapters
 
-MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes in one weights file
+MAX_SHARD_SIZE = 5 * 10**9  # bytes per weights file
 
 
 def save_model(
@@ -31,21 +31,20 @@ def save_model(
     merge: bool = True,
     max_shard_size: int = MAX_SHARD_SIZE,
 ):
-    """Save a model and its processor as a folder that transformers and vLLM can load.
+    """Save a model and its processor as a folder for transformers and vLLM.
 
-    Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. An
-    existing model folder is only replaced after all new files have been written. Weights are saved in the dtype
-    model.save_dtype; None keeps each weight's dtype.
+    Adapters are merged, and also saved alone in adapter/ in PEFT's format. An existing folder is replaced only after
+    all new files are written. Weights have the dtype model.save_dtype, None = their own.
 
-    All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
-    not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
+    All ranks must call this function. They gather one file at a time, because rank 0 may not hold the full model. Rank
+    0 writes; its errors are raised on all ranks.
 
     Args:
-        world: the ranks; None means a single process.
-        base: the base model's folder or repository, for PEFT's adapter_config.json.
-        write_more_files: function that writes additional files into the new folder.
-        merge: False saves only the adapters, and removes older merged weights from the folder.
-        max_shard_size: maximum size for one weights file, in bytes.
+        world: ranks, None = a single process.
+        base: folder or repository of the base model, for PEFT's adapter_config.json.
+        write_more_files: writes additional files into the new folder.
+        merge: if False, save only adapters, and remove older merged weights.
+        max_shard_size: bytes per weights file.
     """
     world = world or World()
     with error_phase("save"), ExitStack() as saving:
@@ -57,10 +56,10 @@ def save_model(
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # Only rank 0 holds the tensors `unused`, so the other ranks receive the list of files from rank 0.
+        # from rank 0: only rank 0 holds `unused`
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
-        new_folder = new_folder or Path(folder)  # ranks other than 0 write nothing
+        new_folder = new_folder or Path(folder)  # not written to
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
             for name in tensors.keys() & weights.keys():
@@ -76,13 +75,13 @@ def save_model(
                 )
             if write_more_files is not None:
                 write_more_files(new_folder)
-            saving.pop_all().close()  # replaces the old folder with the new folder
+            saving.pop_all().close()  # replaces the old folder
 
         for file, names in files.items():
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = gather_full_tensor(weights[name])  # by all ranks
+                    weight = gather_full_tensor(weights[name])  # all ranks
                     if world.is_main:
                         tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
                 elif world.is_main:
@@ -100,23 +99,22 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 
 
 def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
-    """Return the size of a weight in a file, in bytes, without gathering the weight."""
+    """Return a weight's bytes in a file, without gathering it."""
     tensor = on_meta(weight)
     return tensor.to(save_dtype or tensor.dtype).nbytes
 
 
 def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
-    """Assign each tensor of a model folder to a file, in the order of the tensors.
+    """Assign tensors to files in their order, and return the names per file.
 
-    Example: if a file may have 10 bytes, tensors of 6, 12, 3, 2 and 5 bytes are put into the files [12], [6, 3] and [2,
-    5].
+    Example with max_shard_size 10: tensors of 6, 12, 3, 2 and 5 bytes give the files [12], [6, 3] and [2, 5].
 
     Args:
-        sizes: size of each tensor in bytes.
-        max_shard_size: maximum size of a file in bytes; a larger tensor gets a file of its own.
+        sizes: bytes per tensor.
+        max_shard_size: bytes per file; a larger tensor gets its own file.
 
     Returns:
-        The names of the tensors in each file; {} if there are no tensors.
+        names in each file, {} without tensors.
     """
     shards = []
     shard = []
@@ -141,7 +139,7 @@ def write_other_files(
     merge: bool,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write config, processor and adapter into a model folder; if `merge` is False, write only the adapter."""
+    """Write config, processor and adapter into a model folder, only the adapter if not `merge`."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if merge:
         write_settings(folder, model, processor)

@@ -1,4 +1,4 @@
-"""Load and save reward models and critics, which are models with a value head."""
+"""Load and save reward models and critics, which have a value head."""
 
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,11 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model as a model folder, with the value head in the file score.safetensors.
-
-    All ranks must call this function.
+    """Save a value model as a model folder with score.safetensors for the head; all ranks must call this function.
 
     Args:
-        base: the base model's folder, to which a saved adapter refers.
-        merge: False saves only the adapters and the head.
+        base: base model folder, for adapter_config.json.
+        merge: if False, save only adapters and head.
     """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}
@@ -46,7 +44,7 @@ def save_value_model(
 def load_critic(
     folder: str | Path, policy: VisionLanguageModel, processor: Processor, config: RunConfig, device: torch.device
 ) -> ValueModel:
-    """Load a value model for training as a critic, with the recipe's options `adapter` and `model.freeze`."""
+    """Load a value model as a critic, with the options `adapter` and `model.freeze`."""
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=config.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)

@@ -1,4 +1,4 @@
-"""Watch over ranks that wait: say for whom, and end a process that hangs."""
+"""Name late ranks, and end a process that hangs."""
 
 import faulthandler
 import sys
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-NOTICE = 60.0  # seconds after which a rank prints which ranks it is waiting for
+NOTICE = 60.0  # seconds before a waiting rank names late ranks
 
 stop_watchdog = faulthandler.cancel_dump_traceback_later
 
 
 @contextmanager
 def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iterator[None]:
-    """Print which ranks are late if the block takes longer than a minute.
+    """Print late ranks if the block takes longer than a minute.
 
     Args:
-        store: where ranks count their waits; None prints nothing.
-        work: what the ranks wait for, such as "read images".
+        store: counts waits per rank, None = no messages.
+        work: for the message, such as "read images".
     """
     if store is None:
         yield
@@ -57,7 +57,6 @@ def restart_watchdog(max_wait: float | None, size: int):
 
     Args:
         max_wait: seconds, None = no limit; doubled with several ranks, so that waiting ranks can save a checkpoint.
-        size: number of ranks.
     """
     if max_wait is not None:
         limit = max_wait if size == 1 else 2 * max_wait

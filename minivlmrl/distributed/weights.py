@@ -1,7 +1,7 @@
-"""Functions for the weights of a model that may be sharded with FSDP2.
+"""Work with weights that may be sharded with FSDP2.
 
-A sharded model has an attribute `sharding`, an object of the class distributed.fsdp.Sharding. The module weights.py
-does not import PyTorch's FSDP, because most runs do not shard their models.
+Sharded models have an attribute `sharding` (distributed.fsdp.Sharding). PyTorch's FSDP is not imported here, because
+most runs do not shard.
 """
 
 import copy
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# Activation checkpointing stores only the inputs of a function, and runs the function again in the backward pass.
+# activation checkpointing: keep a function's inputs, run it again in the backward pass
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks over which one copy of the weights is sharded.
+    """Return over how many ranks a copy of the weights is sharded.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of sharding.replicas.
+        ValueError: number of ranks not a multiple of sharding.replicas.
     """
     if num_ranks % section.replicas:
         raise ValueError(
@@ -44,12 +44,12 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
 
 
 def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    """Return True if a module is an FSDP unit, whose weights are gathered and freed together."""
+    """Return True for an FSDP unit, whose weights are gathered and freed together."""
     return hasattr(type(module), "unshard")
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units in a module."""
+    """Return all FSDP units."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -58,27 +58,27 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor, because each rank stores only some of its rows."""
+    """Return True for a DTensor, which holds only some rows on each rank."""
     return hasattr(tensor, "device_mesh")
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module."""
+    """Free gathered weights."""
     for unit in units(module):
         unit.reshard()
 
 
 @dataclass
 class Communication:
-    """Settings that decide when an FSDP unit gathers weights and sums gradients over the ranks."""
+    """When an FSDP unit gathers weights and sums gradients."""
 
-    once_per_step: bool  # the option sharding.once_per_step
-    # whether gathered weights are freed after a forward pass; True for vision blocks and decoder layers
+    once_per_step: bool  # option sharding.once_per_step
+    # weights freed after a forward pass: vision blocks and decoder layers
     is_block: bool = False
-    # whether gradients are summed over replicas only in a step's last micro-batch. This requires a gradient for each
-    # parameter in every micro-batch, because FSDP sums a unit's gradients as one tensor.
+    # sum gradients over replicas only in a step's last micro-batch; needs a gradient for each parameter in
+    # every micro-batch, because FSDP sums a unit's gradients as one tensor
     all_reduces_once: bool = False
-    was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
+    was_gathered: bool = False  # a unit never gathered before cannot postpone its reduction
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
@@ -88,8 +88,7 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and sums gradients in the next micro-batch.
 
-    With sharding.once_per_step, a step's first micro-batch gathers the weights, and its last micro-batch sums the
-    gradients. By default, every micro-batch gathers weights and sums gradients.
+    Default: in all of them. With sharding.once_per_step: gather in the first, sum in the last micro-batch of a step.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -106,7 +105,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free the gathered weights after the last micro-batch of a step, because the optimizer will change the weights."""
+    """Free gathered weights after a step's last micro-batch, before the optimizer changes them."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -114,7 +113,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the slice of a tensor's rows on this rank: 0:3, 3:6, 6:9 or 9:12 for 10 rows on 4 ranks."""
+    """Return this rank's slice of rows: 0:3, 3:6, 6:9 or 9:12 for 10 rows on 4 ranks."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -123,19 +122,18 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
-    """Context manager that yields a model for sampling, without gradients.
+    """Context manager: model for sampling, without gradients.
 
     Args:
-        gather_weights: True gathers a sharded model's full weights on every rank first, so that each rank can run any
-            number of forward passes. False gathers one layer at a time, which saves memory; all ranks must then run the
-            same number of passes (see fsdp.in_lockstep).
+        gather_weights: if True, gather full weights first, then ranks run any number of forward passes. If False,
+            gather one layer at a time: less memory, but ranks must run the same number of passes (fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
             yield model
         return
     try:
-        # torch.inference_mode would make the gathered weights unusable for training.
+        # not inference_mode: gathered weights could not be trained afterwards
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -148,7 +146,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Context manager that replaces a model's adapters with 16-bit copies on a GPU."""
+    """Context manager that replaces adapters with 16-bit copies on a GPU."""
     if not has_adapters(model):
         return nullcontext([])
     from minivlmrl.model.lora import sampling_copies
@@ -157,12 +155,10 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. Each rank of a sharded model copies only its own rows of the weights.
-
-    If an unsharded model has adapters, only the adapters are copied, and the base weights are shared.
+    """Copy a model, each rank its own rows; of an unsharded model with adapters, only the adapters.
 
     Args:
-        in_compute_dtype: True copies a sharded model in the dtype that it computes in.
+        in_compute_dtype: if True, copy a sharded model in its compute dtype.
     """
     if model.sharding is None:
         return copy.deepcopy(model, shared_base(model))
@@ -170,6 +166,6 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
 
 
 def recompute_blocks(model: VisionLanguageModel):
-    """Enable activation checkpointing for each vision block and decoder layer in a model."""
+    """Enable activation checkpointing for vision blocks and decoder layers."""
     for block in model.blocks():
         block.forward = partial(compute_again, block.forward)
