@@ -2,10 +2,9 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-The `check` command reads the rows, and computes the rewards of correct answers and of texts that are not answers. Each
-problem that `check` finds is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem,
-otherwise 0. No files are written. `check` does not sample completions, because training warns within ten steps about
-completions that are truncated, lack the format, or all get the same reward.
+Reads the rows, scores correct answers and texts that are no answers, and prints problems with cause and fix. Exit
+status: 1 for a problem, else 0. Writes no files. Samples nothing: training warns within ten steps about truncated
+completions, a missing format and equal rewards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Yield a message with cause and fix for each problem in a recipe's options, rows and rewards."""
+    """Yield problems of options, rows and rewards, with cause and fix."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
     callbacks.on_recipe(config, stages)
@@ -72,7 +71,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    """Check the rewards of a training stage that samples completions."""
+    """Check the rewards of a stage that samples completions."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)
@@ -80,20 +79,20 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
-    """Return a dataset without unreadable rows, which training skips if data.skip_unreadable is true."""
+    """Return a dataset without unreadable rows, as with data.skip_unreadable."""
     if not isinstance(rows, FileDataset):
-        return rows  # the images of our own tasks are all readable
+        return rows  # images of tasks are readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
 class ReadableRows(FileDataset):
-    """A dataset that replaces each unreadable row with the next readable row."""
+    """A dataset with the next readable row in place of an unreadable one."""
 
     def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
         self.facts = rows.facts
         self.rows = rows
         self.use = use
-        self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
+        self.failures: dict[int, ValueError] = {}  # {row index: error}
 
     def __getitem__(self, index: int) -> Row:
         row, _, failures = next_readable(self.rows, index, self.use)

@@ -1,4 +1,4 @@
-"""Check a recipe's held-out rows: their number, their solutions and their images."""
+"""Check held-out rows: number, solutions, images."""
 
 import hashlib
 import random
@@ -16,11 +16,11 @@ from minivlmrl.extras.check.rewards import Trial, check_constant, check_empty
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
-NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
+NUM_DECODED = 1000  # maximum rows whose images are decoded and compared
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the held-out rows, and compare their images with the images of the training rows."""
+    """Check the held-out rows, and compare their images with training images."""
     held_out = datasets.get("eval")
     if held_out is None:
         return
@@ -44,10 +44,10 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 
 
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
-    """Check for evaluation images that are identical to training images, pixel by pixel."""
+    """Check for held-out images with the pixels of training images."""
     if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
-    if rows_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
+    if rows_trained_on(held_out, rows):  # equal rows: find_mistakes
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0
@@ -60,13 +60,13 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
 
 
 def pixel_hashes(rows: Dataset) -> set[bytes]:
-    """Return a hash of each image's pixels, for a random sample of at most 1000 rows."""
+    """Return pixel hashes of a random sample of at most 1000 rows."""
     hashes = set()
     numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
     for number in numbers:
         try:
             images = list(rows[number].images)
-        except ValueError:  # an unreadable image, which the other checks or the run report
+        except ValueError:  # unreadable: reported elsewhere
             continue
         for image in images:
             hashes.add(hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest())

@@ -1,4 +1,4 @@
-"""Check which rewards a recipe gives to correct answers, demonstrations, empty texts and texts that exploit rewards."""
+"""Check the rewards of correct answers, demonstrations, empty texts and texts that exploit rewards."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# Texts without an answer. If a reward gives them a high value, the policy learns to write them.
+# texts without an answer: the policy would learn to write those with a high reward
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -37,24 +37,24 @@ REWARD_HACK_PROBES = {
 }
 
 
-NOISE = 1e-6  # a reward's values for the same completion are random if they differ by more
-NUM_ANSWERS = 64  # rows whose answers are compared with their solutions
-CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # a line such as "B. horse"
-MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answers
+NOISE = 1e-6  # larger differences for the same completion are random
+NUM_ANSWERS = 64  # rows whose answers are compared with solutions
+CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # such as "B. horse"
+MAX_FORMS = 8  # maximum elements of a solution tried as answers
 
 
 @dataclass
 class Trial:
-    """The reward functions that `check` tests, their weights, and the dataset rows for the test."""
+    """Tested reward functions, their weights, and rows."""
 
     rewards: list[Reward]
-    weights: Tensor  # (number of reward functions,)
+    weights: Tensor  # (K,)
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # token count of the longest text that the model may write
+    max_new_tokens: int = 64  # longest text, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (rows, reward functions) of one text per row, as if the model had sampled these texts."""
+        """Compute rewards (rows, K) of one text per row, as if sampled."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -63,11 +63,11 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Score one answer for each row, after writing the answer in the format data.answer_format."""
+        """Score one answer per row, in the form of data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return each row's solution as text, for example as 3 or 3.0, whichever gets the higher reward."""
+        """Return solutions as texts, such as 3 or 3.0, whichever scores higher."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -75,14 +75,14 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Score several answers for each row; return one tensor (answers, reward functions) per row."""
+        """Score several answers per row; return (answers, K) per row."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Choose the 16 rows of a dataset with which `check` tests a recipe's rewards. Reward models are not tested."""
+    """Choose 16 rows for the test of rewards, without reward models."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -90,7 +90,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that the demonstrations of the stage sft get high rewards in a later stage."""
+    """Check that demonstrations of sft get high rewards in a later stage."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -101,7 +101,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         values = alone.score_texts(texts)
         mean = values.nanmean().item()
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
-        if mean < 0.2 * highest:  # no fixed number, because a reward may have any scale
+        if mean < 0.2 * highest:  # rewards may have any scale
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
@@ -115,13 +115,13 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check whether the answers in a row contradict the row's column `solution`.
+    """Check whether answers contradict the column `solution`.
 
-    A reward counts as high if it is above half of the highest reward. Three kinds of faults are counted: a good answer
-    with a low reward, a bad answer with a high reward, and a rejected answer with a higher reward than the chosen one.
+    Counted: good answers with a low reward, bad answers with a high one (above half of the highest), rejected answers
+    above the chosen one.
     """
     names = trainer.answers
-    # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
+    # not for tasks, which may teach a format with wrong answers
     is_compared = names and isinstance(all_rows, FileDataset)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -153,7 +153,7 @@ def answer_text(row: Row, name: str) -> str:
 
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check that the box rewards can parse the boxes in the answers."""
+    """Check that box rewards can parse the boxes of answers."""
     box_rewards = ("iou", "acc_0_5", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unparsed = []
@@ -190,7 +190,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     if required_columns(trial.rewards):
         yield from check_totals([*probes], totals, has_solutions)
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # for each reward, its mean for each text
+    reward_means = values.nanmean(1).T.tolist()  # per reward, means of texts
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
@@ -210,7 +210,8 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that correct answers have a higher total reward than texts without an answer.
 
-    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the correct answers.
+    Args:
+        totals: means of the empty text, of the other texts in `names`, and of correct answers.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
@@ -229,7 +230,7 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that rewards are deterministic: compute the rewards of the same texts again, and compare the values."""
+    """Check that rewards are deterministic, by scoring the same texts again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -244,10 +245,10 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check whether a reward compares answers with a text that no model would write, such as "['cat', 'kitten']".
+    """Check whether a reward expects a text that no model would write, such as "['cat', 'kitten']".
 
-    A model would write an element of a list, the letter before a choice in the prompt (even if the solution is the
-    choice's number), or a box in the model's own unit.
+    A model writes an element of a list, the letter of a choice (even if the solution is its number), or a box in its
+    own unit.
     """
     forms = [answer_forms(row, trial.processor) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -271,7 +272,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check that rewards accept the answer "none" in rows with an empty solution."""
+    """Check that rewards accept "none" for an empty solution."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -286,12 +287,12 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for labels with two names, such as "ice cream" and "Ice-Cream", if a reward accepts only one of the names.
+    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
 
-    Labels with digits are not compared: 1-5 and 15 differ only in a hyphen, but are different answers.
+    Not for labels with digits: 1-5 and 15 differ only in a hyphen.
     """
     solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # letters of a label -> solutions with these letters, most frequent first
+    names = defaultdict(list)  # letters -> solutions, most frequent first
     for solution, _ in solution_counts.most_common():
         letters = re.sub(r"[\W_]", "", normalize(solution))
         if letters.isalpha():
@@ -317,9 +318,9 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether the most frequent solution, given as the answer to every row, scores as high as correct answers.
+    """Check whether the most frequent solution as constant answer scores as high as correct answers.
 
-    Example: if 70 % of the rows have the solution "no", always answering "no" scores 0.7, and correct answers score 1.
+    Example: if 70 % of the solutions are "no", always "no" scores 0.7, correct answers 1.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -333,7 +334,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores far higher, the reward cannot read correct answers; other checks report this.
+    # far higher: the reward cannot read correct answers, reported elsewhere
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -343,7 +344,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward ignores the completions, so that its value is the same for every text."""
+    """Check whether a reward is the same for every text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -352,7 +353,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward is high for a text that is not an answer, such as an empty text."""
+    """Check whether a reward is high for a text that is no answer."""
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -362,7 +363,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a reward is high for a text that lists the solutions of all rows, such as "cat, dog, horse"."""
+    """Check whether a reward is high for a list of all solutions, such as "cat, dog, horse"."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -376,10 +377,10 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function's cache ignores the solution, so a text has the same value in every row."""
+    """Check whether a reward's cache ignores the solution: same text, same value in every row."""
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
-    pairs = []  # each row's answer, the row, and a row with a different solution
+    pairs = []  # (answer, its row, a row with another solution)
     for row, answer in zip(trial.rows, trial.right_answers(), strict=True):
         others = (other for other in trial.rows if other.columns.get("solution") != row.columns.get("solution"))
         pairs += [(answer, row, other) for other in islice(others, 1)]
@@ -403,7 +404,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Format an answer as the option data.answer_format says, for example between <answer> tags."""
+    """Format an answer by data.answer_format, such as between <answer> tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)
@@ -411,16 +412,15 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows for each correct answer."""
+    """Count rows per correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return the texts that may be correct answers to a row; the last text is `str(solution)`.
+    """Return possible correct answers of a row, `str(solution)` last.
 
-    Examples: ["cat", "dog"] gives the texts `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. The
-    solution "horse" gives `B` and `horse` if the prompt lists "B. horse", and the index "1" gives `B` and `1`. A box in
-    pixels of the file gives the box in the model's unit.
+    Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. "horse" gives `B`
+    and `horse` if the prompt lists "B. horse", the index "1" gives `B` and `1`. Boxes are in the unit of the model.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -438,13 +438,13 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
-        if not forms and number.isdecimal() and int(number) < len(choices):  # an index from 0, as in AI2D
+        if not forms and number.isdecimal() and int(number) < len(choices):  # index from 0, as in AI2D
             forms = [choices[int(number)][0]]
     return [*forms, str(solution)]
 
 
 def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
-    """Convert true boxes from pixels of the image file to the unit of the model's answers, as text."""
+    """Convert true boxes from pixels of the file to the unit of answers, as text."""
     size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
     if size is None or extent is None or size == extent:
         return []

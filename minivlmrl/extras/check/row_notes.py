@@ -1,4 +1,4 @@
-"""Describe the rows of a run before the first step: their numbers and lengths, unread columns, and boxes."""
+"""Describe the rows of a run: numbers, lengths, unread columns, boxes."""
 
 import math
 from collections import Counter
@@ -14,12 +14,12 @@ from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 from minivlmrl.run.setup import answers_of
 from minivlmrl.trainers.base import Trainer
 
-MAX_NAMES = 10  # columns that a note lists
-NUM_MEASURED = 16  # rows that are measured for the summary
+MAX_NAMES = 10  # columns in a note
+NUM_MEASURED = 16  # rows measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Yield a summary of the rows of each stage, and notes about anything that a stage would not read as written.
+    """Yield a summary of the rows per stage, and notes about what is not read as written.
 
     Raises:
         ValueError: a row is unreadable, and data.skip_unreadable is False.
@@ -34,9 +34,10 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
 
 
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
-    """Describe a dataset in words: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
+    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
-    If skip_unreadable is False, an unreadable row raises ValueError.
+    Raises:
+        ValueError: a row is unreadable, and skip_unreadable is False.
     """
     unreadable: list[str] | None = [] if skip_unreadable else None
     indices = rows_to_measure(rows, processor)
@@ -55,10 +56,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 
 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
-    """Choose the rows that the summary measures: unreadable rows, and rows from the shortest to the longest.
-
-    Videos take a long time to open, so rows with videos are left out.
-    """
+    """Choose rows for the summary: unreadable ones, and from the shortest to the longest, without slow videos."""
     if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
         return list(range(min(len(rows), NUM_MEASURED)))
     counter = patch_counter(processor)
@@ -79,7 +77,7 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
 
 
 def count_media(rows: Dataset) -> str:
-    """Describe the numbers of rows, images and videos in words: "1204 (1200 with 1 image, 4 with no image)"."""
+    """Describe rows, images and videos: "1204 (1200 with 1 image, 4 with no image)"."""
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
@@ -96,7 +94,7 @@ def count_media(rows: Dataset) -> str:
 
 
 def describe_unread(rows: FileDataset) -> str | None:
-    """Return a note about the columns of a data file that nothing reads, or None if there are none."""
+    """Return a note about columns that nothing reads, or None."""
     given = set().union(*(file.given for file in rows.files))
     replaced = given & (REWARD_ARGUMENTS - {"images"})
     names = sorted({*rows.unread} | replaced)
@@ -113,10 +111,10 @@ def describe_unread(rows: FileDataset) -> str | None:
 
 
 def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> str | None:
-    """Return a note about rows whose texts spell a control token, or None if there are none.
+    """Return a note about rows whose texts spell a special token, or None.
 
     Args:
-        structure: names of the control tokens that only a chat template may write.
+        structure: special tokens that only a chat template may write.
     """
     literal_tokens = [
         names for facts in rows.facts if (names := [name for name in facts.literal_tokens if name in structure])
@@ -134,7 +132,7 @@ def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> st
 def describe_boxes(
     trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
 ) -> Iterator[str]:
-    """Yield a note about the unit of boxes for each stage that trains on answers with boxes."""
+    """Yield a note about the unit of boxes, per stage with boxes in answers."""
     for stage, trainer in trainers.items():
         rows = datasets[stage]
         if not isinstance(rows, FileDataset):

@@ -1,4 +1,4 @@
-"""Check a dataset's rows: conversations, images, questions, boxes and answers."""
+"""Check rows: conversations, images, questions, boxes, answers."""
 
 import random
 import re
@@ -16,12 +16,12 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
-TASK_ROWS = 1000  # number of checked rows of a generated dataset, whose rows are all similar
-MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
+TASK_ROWS = 1000  # checked rows of a task, which are similar
+MAX_MARKUP_TOKENS = 64  # maximum tokens that a chat template adds to an answer
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield a data file's rows without opening their images; for a generated dataset, yield only 1000 rows."""
+    """Yield rows without opening images, of a task only 1000."""
     if isinstance(rows, FileDataset):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -29,7 +29,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains."""
+    """Check the rows of one stage."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_duplicates(all_rows)
     rows = sample_rows(all_rows)
@@ -41,9 +41,9 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for rows with several system messages, and for images before the text in only some of the rows."""
+    """Check for several system messages, and for images before the text in only some rows."""
     num_two_systems = 0
-    image_orders = Counter()  # {True: questions with the image after the text, False: with the image before the text}
+    image_orders = Counter()  # image after the text -> questions
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -64,11 +64,11 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def check_duplicates(all_rows: Dataset) -> Iterator[str]:
-    """Check for rows of a file with the same prompt and images, but different solutions."""
+    """Check for equal prompts and images with different solutions."""
     if not isinstance(all_rows, FileDataset):
         return
     counts = Counter(all_rows.prompt_hashes)
-    first_rows = {}  # {digest of a prompt and its images: the first row with it}
+    first_rows = {}  # digest of prompt and images -> first row
     faults = []
     for index, prompt_hash in enumerate(all_rows.prompt_hashes):
         if counts[prompt_hash] > 1:
@@ -85,7 +85,7 @@ def check_duplicates(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check whether all rows have the same image, and whether many images have only one color."""
+    """Check whether all images are the same, or many have one color."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield ("All rows that were checked have the same image. Check which files the column image or images names.")
@@ -99,7 +99,7 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Check for prompts of more than 8192 tokens, for missing images, and for images that are shrunk to one token."""
+    """Check for prompts above 8192 tokens, missing images, and images shrunk to one token."""
     prompts = [row.prompt(processor) for row in rows]
     longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
     if longest_prompt > 8192:
@@ -120,11 +120,8 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for prompts that contain their row's solution.
-
-    Questions that list all possible answers, such as "Is it a cat or a dog?", are allowed.
-    """
-    answers = []  # for each row, the letters of its correct answers
+    """Check for prompts that contain the solution, unless they list all answers ("Is it a cat or a dog?")."""
+    answers = []  # per row, letters of correct answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
@@ -156,7 +153,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return each row's correct answers; a solution that is a list of strings has several correct answers."""
+    """Return correct answers per row, several for a list of strings."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
@@ -168,12 +165,12 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Drop all characters except letters and digits, and use lower case: "Ice-Cream 2" gives "icecream2"."""
+    """Keep lower-case letters and digits: "Ice-Cream 2" gives "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
 def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
-    """Check that the boxes in the solutions are in pixels, and lie inside the image."""
+    """Check that boxes of solutions are in pixels, and inside the image."""
     for row in rows:
         try:
             if row.images:
@@ -184,7 +181,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Check that the answers in the training data of a stage end with a stop token."""
+    """Check that training answers end with a stop token."""
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids
     if stop_ids is None:
@@ -212,10 +209,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token counts of answers without images.
-
-    Short answers are skipped: a token has at least one byte, so an answer of 50 bytes has at most 50 tokens.
-    """
+    """Yield token counts of answers without images, except short ones: 50 bytes have at most 50 tokens."""
     for row in without_media(all_rows):
         answer = getattr(row, name)
         num_bytes = len(repr(answer).encode())
@@ -225,7 +219,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
-    """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
-    # Rows are chosen at random, because evenly spaced rows may all be of one kind.
+    """Sample at most `count` rows with a fixed seed, in the order of the dataset."""
+    # at random: evenly spaced rows may be of one kind
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

@@ -1,4 +1,4 @@
-"""Describe the device and the trained parameters of a run."""
+"""Describe the device and trained parameters."""
 
 import re
 import shutil
@@ -12,17 +12,17 @@ from minivlmrl.model.plain_weights import base_weights, is_adapter, part_of
 
 
 def describe_device(device: torch.device) -> str:
-    """Describe the device: the number of CPU threads, or the GPU's name, compute capability, driver and free memory."""
+    """Describe the device: CPU threads, or GPU name, compute capability, driver and free memory."""
     if device.type != "cuda":
-        # a machine with the program nvidia-smi has an NVIDIA driver, including on Windows and in WSL
+        # nvidia-smi comes with the driver, also on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/memory.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
-    from minivlmrl.kernels.verdicts import driver_version  # imported here, because only a GPU has a driver
+    from minivlmrl.kernels.verdicts import driver_version  # only a GPU has a driver
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # driver_version() is a text such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
+    # such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (
@@ -32,8 +32,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Return a table of the trained parameters, with one line per model part or kind of adapted layer."""
-    kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
+    """Return a table of trained parameters, one line per model part or kind of adapted layer."""
+    kinds = defaultdict(Counter)  # (name, rank) -> trained parameters per layer
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -41,7 +41,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # The layers blocks.0.mlp, blocks.1.mlp and so on are counted together as blocks.*.mlp.
+            # blocks.0.mlp, blocks.1.mlp, ... are one kind: blocks.*.mlp
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"
