@@ -1,1 +1,1 @@
-"""Convert rows of data files to tensors: read the rows, check their columns, load images, and tokenize texts."""
+"""Data files to tensors: read and check rows, load images, tokenize texts."""

@@ -1,7 +1,7 @@
-"""Parse bounding boxes from text, convert their coordinates, and compute their overlap.
+"""Parse bounding boxes from text, convert coordinates, and compute overlaps.
 
-A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
-box around a single pixel has a width of x2 - x1 = 1.
+A box has a top left and a bottom right corner in continuous coordinates: x runs from 0 to the image width, and a box
+around one pixel has x2 - x1 = 1.
 """
 
 import math
@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # larger coordinates are invalid, because areas could overflow
+LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -27,30 +27,30 @@ FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
 MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
-KEYS = ("bbox_2d", "bbox", "Position")  # keys under which a JSON object can hold its box
+KEYS = ("bbox_2d", "bbox", "Position")  # JSON keys of a box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box, and the size of its image."""
+    """A bounding box and its image size."""
 
     x1: float
     y1: float
     x2: float
     y2: float
-    extent: tuple[float, float]  # (width, height) of the image, in the units of the box's coordinates
+    extent: tuple[float, float]  # image (width, height), in units of the coordinates
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Scale a bounding box to another size of the same image, for example after resizing.
+        """Scale a box to another size of the image, for example after resizing.
 
-        Example: if an image's (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
+        Example: if the image (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
         (20, 40, 40, 80).
         """
         if extent == self.extent:
             return self
         numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
-        # Multiply before dividing: a product of integers is exact, so only the division rounds.
+        # multiply first: integer products are exact, only the division rounds
         x1, y1, x2, y2 = (number * new / old for number, new, old in numbers)
         return Box(x1, y1, x2, y2, extent)
 
@@ -64,20 +64,20 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Return True if a box's coordinates are finite and in order, and the box has a positive area."""
+        """Return True for finite coordinates in order, with a positive area."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
         return is_finite and self.x2 > self.x1 and self.area > 0  # area > 0 implies y2 > y1
 
     def inside(self) -> bool:
-        """Return True if the box is inside its image, with a tolerance of a millionth of the image's sides."""
+        """Return True if the box is inside its image, within a millionth of the sides."""
         numbers = zip(self.numbers, self.extent * 2, strict=True)
         return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
 
 def iou(a: Box, b: Box) -> float:
-    """Compute the intersection over union (IoU) of two boxes, from 0 to 1; an invalid box gives 0.
+    """Compute the intersection over union (IoU) of two boxes, 0 to 1; invalid boxes give 0.
 
-    Example: the boxes (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so their IoU is 1/3.
+    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so their IoU is 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
     if not (a.valid and b.valid):
@@ -86,19 +86,19 @@ def iou(a: Box, b: Box) -> float:
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot make the union smaller
+    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot shrink the union
 
 
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Match predicted boxes one to one with true boxes, so that the sum of the similarities is as large as possible.
+    """Match predicted with true boxes one to one, for the largest sum of similarities.
 
     Example: the IoUs [[0.6, 0.5], [0.5, 0]] of two predicted boxes (rows) with two true boxes (columns) give the
     matches [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.
 
     Returns:
-        (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.
+        (index in predicted, index in truth) per match, as many as the shorter list has boxes.
     """
     if not predicted or not truth:
         return []
@@ -112,29 +112,28 @@ def match(
 
 
 def says_none(text: str) -> bool:
-    """Return True if an answer says that there is no object: [], None or No such object."""
+    """Return True for an answer without an object: [], None or No such object."""
     return unwrap(text.translate(PLAIN_SIGNS)).casefold() in ("[]", "none", "no such object")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Parse the bounding boxes in a text that has one of these formats:
+    """Parse bounding boxes from a text in one of these formats:
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
-        {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
+        {'Position': [1, 2, 5, 6]}                   the same with key Position or bbox
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list with objects or lists
         [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or more lists, with or without commas
         (1, 2), (5, 6)                               corners of one or more boxes
         1 2 5 6                                      one box, with or without commas
         <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without an object name
 
-    A box may be inside Markdown or LaTeX, such as a code fence, or end with a period.
+    Markdown or LaTeX around a box, such as a code fence, and a final period are ignored.
 
     Returns:
-        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image;
-        see Box.valid and Box.inside. The list is empty if the text contains other words, because they could negate the
-        box ("not [1, 2, 5, 6]"), or if a group of numbers is not a box.
+        (x1, y1, x2, y2) per box, finite, perhaps out of order or outside the image; see Box.valid and Box.inside. Empty
+        if a group of numbers is no box, or if there are other words, which could negate it ("not [1, 2, 5, 6]").
 
-    Source: Qwen2.5-VL's cookbook uses the JSON key "bbox_2d" for bounding boxes.
+    Source: key "bbox_2d" from Qwen2.5-VL's cookbook.
     """
     text = QWEN2.sub(" ", text)
     try:
@@ -152,12 +151,12 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Return the objects and lists in a JSON list, or a list with the value of other JSON."""
+    """Return the objects and lists in a JSON list; other JSON is a list of one."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]
 
 
 def value_of(item: dict) -> Plain:
-    """Return the value of a JSON object's key "bbox_2d", or of another key that can hold a box."""
+    """Return the value of "bbox_2d", or of another key for a box."""
     return next((item[key] for key in KEYS if key in item), None)

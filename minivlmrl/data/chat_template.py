@@ -1,4 +1,4 @@
-"""Qwen2-VL's and Qwen2.5-VL's chat template: render messages as text and control tokens."""
+"""Chat template of Qwen2-VL and Qwen2.5-VL: render messages as text and control tokens."""
 
 from itertools import groupby
 from pathlib import Path
@@ -8,39 +8,37 @@ from minivlmrl.errors import truncate
 
 
 class SpecialToken(str):
-    """A control token such as <|im_end|>; a str with the same characters is ordinary text."""
+    """Control token such as <|im_end|>; a str with the same characters is ordinary text."""
 
 
 class RewrittenTurnsError(ValueError):
-    """Raised if a chat template changes a turn when more turns follow, for example by dropping the turn's thought."""
+    """A chat template changes a turn when more turns follow, for example drops its thought."""
 
 
 START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
-# Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
+# ends of a completion: <|im_end|> (turn) and <|endoftext|> (document)
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# Placeholders. Test `piece is IMAGE`, because a user's text "<|image_pad|>" is equal to IMAGE.
+# placeholders; test `piece is IMAGE`, because user text "<|image_pad|>" equals IMAGE
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Render a prompt's messages, followed by the header of the assistant's answer.
+    r"""Render a prompt's messages and the header of the assistant's answer.
 
     Example: one user message with an image and "What?" is rendered as
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
-    Processor.encode then repeats the id of <|image_pad|>, once for each image token.
+    Processor.encode then repeats the id of <|image_pad|> per image token.
 
     Args:
-        messages: see data/messages.py. If the first message is not a system message, the default system message is
-            inserted before it.
+        messages: see data/messages.py; the default system message is added if they begin with another role.
     Returns:
-        The prompt's texts and control tokens in order. Each control token is a SpecialToken, so that text with the same
-        characters stays text. Neighboring texts are joined into one str, because transformers also tokenizes the text
-        between two control tokens as a whole.
-    Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
+        Texts and control tokens in order. Control tokens are SpecialToken: text with the same characters stays text.
+        Neighboring texts are joined, because transformers also tokenizes the text between control tokens as a whole.
+    Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
@@ -49,7 +47,7 @@ def render(messages: list[dict]) -> list[str]:
 
 
 def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Load Qwen's chat template as Jinja source, which transformers reads from a saved model folder."""
+    """Load Qwen's chat template as Jinja, which transformers reads from a saved model folder."""
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
@@ -57,7 +55,7 @@ def render_message(message: dict) -> list[str]:
     """Render one message as texts and control tokens.
 
     Raises:
-        ValueError: the message has tool_calls, no content, or a part that is not text, an image or a video.
+        ValueError: tool_calls, no content, or a part other than text, image or video.
     """
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(
@@ -78,15 +76,14 @@ def render_message(message: dict) -> list[str]:
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Render a completion: an answer, which may be followed by further turns.
+    r"""Render a completion: an answer, perhaps with further turns.
 
-    Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, where brackets mark
-    the tokens that are trained:
+    Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, with trained tokens
+    in brackets:
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pairs of a text or control token and a flag. The flag is True if a loss is computed on the text or token. This
-        is the case for the text of an assistant turn, and for the <|im_end|> that closes the turn.
+        (text or control token, trained) pairs. Trained are the texts of assistant turns, and the <|im_end|> after them.
     Raises:
         ValueError: an answer has a thought outside its content, for example in reasoning_content.
     """
@@ -105,7 +102,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighboring texts in a list of rendered texts and control tokens, and drop empty texts."""
+    """Join neighboring texts, and drop empty ones."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, SpecialToken)):
         neighbors = list(run)
@@ -114,7 +111,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighboring texts, but never a trained text with an untrained one, so no token contains both."""
+    """Join neighboring texts, but not trained with untrained ones: no token contains both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

@@ -1,35 +1,35 @@
-"""Name the columns of a row in a data file; docs/data.md describes the columns."""
+"""Column names of data files; see docs/data.md."""
 
 from typing import Annotated
 
 from minivlmrl.config.types import BoxSpace
 from minivlmrl.errors import did_you_mean, truncate
 
-# {column: types of its values}; a row may have only one of the columns problem, prompt and messages
+# column: type; one of problem, prompt and messages per row
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that every training stage reads
+# read by all stages
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-VALUES = {  # {column: type and bounds of its values}
+VALUES = {  # column: type and bounds
     "system": str,
     "box_space": BoxSpace,
-    "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
-    "label": bool,  # for KTO: True if the completion is a good answer
+    "margin": Annotated[float, "(-inf, inf)"],  # how much `chosen` is better than `rejected`
+    "label": bool,  # KTO: True for a good answer
 }
 
 
 class LayoutError(ValueError):
-    """Raised for a row in the layout of another project; the `convert` command can read such rows."""
+    """Row in the layout of another project; `convert` can read it."""
 
 
 class EmptyColumnError(LayoutError):
-    """Raised for a missing value that the row may contain in another project's layout."""
+    """Missing value, which the row may have in another project's layout."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename a row's columns all at once, so that two columns can swap names. pandas' NaN becomes None."""
+    """Rename columns at once, for swaps of two names; pandas' NaN becomes None."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
@@ -46,12 +46,12 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> ValueError:
-    """Return the error for a column without a value: a LayoutError if the row may have another project's layout.
+    """Return the error for a missing value, a LayoutError if the layout may be another project's.
 
     Args:
-        name: the column, which is missing in the row or contains None.
-        columns: the row's columns.
-        cure: how to rename a column or do without it; a sentence without its period.
+        name: column missing or None in the row.
+        columns: columns of the row.
+        cure: how to rename the column or do without it, a sentence without period.
     """
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]

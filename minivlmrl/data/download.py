@@ -1,4 +1,4 @@
-"""Find the folder of a model, or download the model from the Hugging Face Hub."""
+"""Find a model folder, or download the model from the Hugging Face Hub."""
 
 import re
 import warnings
@@ -13,23 +13,23 @@ from minivlmrl.errors import optional_dependency
 from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-NETWORK_SECONDS = 5  # timeout for a request to the hub
+NETWORK_SECONDS = 5  # timeout per Hub request
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONFIG, "LICENSE*", "NOTICE*"]
-SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # a repository's small files, without weights
+SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # small files, without weights
 
 
 def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
-    """Return a model's folder, and download the model if necessary.
+    """Return a model's folder, downloaded if necessary.
 
     Args:
-        name: a folder, or a repository's id on the Hub, for example "Qwen/Qwen2.5-VL-3B-Instruct" or
-            "OWNER/NAME@BRANCH". A folder with this name has priority.
-        patterns: names of the files to download, either DOWNLOADED or SETTINGS.
+        name: folder, which takes precedence, or repository id on the Hub, such as "Qwen/Qwen2.5-VL-3B-Instruct" or
+            "OWNER/NAME@BRANCH".
+        patterns: files to download, DOWNLOADED or SETTINGS.
     """
     folder = Path(name)
     if isdir(folder):
         return folder
-    if isfile(folder):  # os.path, because pathlib raises OSError for a name that is too long
+    if isfile(folder):  # os.path: pathlib raises OSError for too long names
         raise ValueError(
             f"{name} is a file, but a model is a folder with config.json and safetensors files, in the Hugging Face "
             "format; a GGUF file of llama.cpp cannot be trained"
@@ -63,9 +63,9 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         repo_id,
         revision=revision,
         allow_patterns=[*patterns],
-        ignore_patterns="*/*",  # skip files in subfolders
+        ignore_patterns="*/*",  # no subfolders
     )
-    # The Hugging Face cache may lack the model, or some of its files.
+    # cache without the model, or without some of its files
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]
@@ -76,10 +76,10 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         if all((cached / name).is_file() for name in names):
             return cached
     try:
-        # Without a connection, snapshot_download could wait forever, but model_info fails after NETWORK_SECONDS.
+        # offline, snapshot_download could wait forever; model_info fails after NETWORK_SECONDS
         HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
         return Path(download())
-    except Exception as error:  # huggingface_hub's releases use different network libraries, with their own exceptions
+    except Exception as error:  # releases of huggingface_hub differ in network libraries and their exceptions
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name}: there is no such folder, no complete copy in the Hugging Face cache, and the download failed "

@@ -1,7 +1,7 @@
-"""A dataset with the rows of data files, and the facts about each row.
+"""Datasets of data files, with facts about their rows.
 
-When a file is opened, each row is parsed and checked once, and described by its RowFacts. After that, a row is parsed
-again whenever it is used, so that changes to the row do not affect its later uses.
+Opening a file parses and checks every row once, and collects its RowFacts. Rows are parsed again at each use, so
+changes to a row do not affect later uses.
 """
 
 import re
@@ -31,23 +31,23 @@ from minivlmrl.data.video import Video, VideoFile, load_video
 from minivlmrl.errors import error_context, pluralize
 from minivlmrl.files import digest
 
-CONTROL = re.compile(r"<\|\w{1,40}\|>")  # a control token, such as <|im_end|>
+CONTROL = re.compile(r"<\|\w{1,40}\|>")  # control token, such as <|im_end|>
 
-Size = tuple[int, int]  # width and height in pixels
+Size = tuple[int, int]  # (width, height) in pixels
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function for the option data.format, which converts a row of a data file."""
+    """Return the function of option data.format, which converts a row."""
     with error_context(f"data.format {name}"):
         return resolve_function("format", name, {})
 
 
 class RowFile:
-    """An open data file, with the options for reading its rows.
+    """An open data file and its reading options.
 
     Args:
-        path: file or folder with the rows.
-        constants: columns that are added to every row.
+        path: file or folder of rows.
+        constants: columns added to every row.
         options: see RowOptions.
     """
 
@@ -58,16 +58,16 @@ class RowFile:
         self.convert = find_format(options.format) if options.format else dict
         self.source = open_rows(path)
         self.folder = Path(options.image_root or self.source.folder)
-        self.num_rows = 0  # number of rows that are used
-        self.columns: list[str] = []  # names of all columns in the rows
-        self.given: set[str] = set()  # columns that have a value in at least one row
-        self.unread: set[str] = set()  # columns that neither a stage nor a reward reads
-        # row_sizes.measure stores the sizes of rows here, {line: {names of answers: size}}, for one processor
+        self.num_rows = 0  # used rows
+        self.columns: list[str] = []  # all column names
+        self.given: set[str] = set()  # columns with a value in some row
+        self.unread: set[str] = set()  # columns that no stage or reward reads
+        # from row_sizes.measure for one processor, {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
     def columns_of(self, line: int) -> dict:
-        """Parse a row, and give its columns their new names."""
+        """Parse a row, and rename its columns."""
         return rename_columns(self.convert(self.source[line]), self.options.columns)
 
     def open(self, line: int, required: Sequence[str], known: Collection[str]) -> tuple[Row, list[Media]]:
@@ -77,7 +77,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # If a row of the file was already read, the file does not have the layout of another project.
+                # a row was already read: the layout is not another project's
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -87,14 +87,14 @@ class RowFile:
         return row, media
 
     def read(self, line: int) -> tuple[Row, list[Media]]:
-        """Read a row without its images and videos, and list their sources in order."""
+        """Read a row without images and videos, and list their sources in order."""
         row, media = read_row(self.columns_of(line), self.options)
         row.where = self.source.where(line)
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media
 
     def load(self, line: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
-        """Read a row whose images and videos are loaded only when they are used."""
+        """Read a row, with images and videos loaded at use."""
         row, media = self.read(line)
 
         def load(item: Media) -> PIL.Image.Image:
@@ -115,43 +115,41 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Where a row is stored, and the facts about the row that were collected when its file was opened."""
+    """Facts about a row from opening its file, and its place there."""
 
     file: RowFile
-    line: int  # index of the row in its file
+    line: int  # index in the file
     num_images: int  # in the prompt
     num_videos: int
-    prompt_hash: int  # hash of the prompt, and of the sizes of the row's image and video files
-    media_fingerprint: int  # checksum of the sizes and times of the row's media files; the same in all processes
-    text_bytes: dict[str, int]  # bytes in the texts of the prompt, and of each column in ANSWERS
-    solution: Plain  # value of the `solution` column, which a run compares with answers before the first step
-    literal_tokens: tuple[str, ...]  # control tokens that are spelled out in the row's texts, such as <|im_end|>
-    boxes: dict[str, str]  # {column in ANSWERS: the first box in this answer}
-    box_space: str | None  # the units of the row's boxes
-    # size and options of each image in the prompt and the answers; an unknown size is None
+    prompt_hash: int  # prompt hash, with media file sizes
+    media_fingerprint: int  # checksum of media file sizes and times, the same in all processes
+    text_bytes: dict[str, int]  # bytes of the prompt's texts, and per column of ANSWERS
+    solution: Plain  # compared with answers before the first step
+    literal_tokens: tuple[str, ...]  # control tokens spelled out in texts, such as <|im_end|>
+    boxes: dict[str, str]  # column of ANSWERS: first box
+    box_space: str | None  # units of the boxes
+    # (size, options) per image in prompt and answers, size None = unknown
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
     def where(self) -> str:
-        """Return the row's file and line, such as "rows.jsonl:3", for error messages."""
+        """Return file and line, such as "rows.jsonl:3", for error messages."""
         return self.file.source.where(self.line)
 
 
 class FileDataset(Sequence[Row]):
-    """The rows of a data file, or of several files after mix().
+    """Rows of a data file, or of several after mix().
 
     Args:
-        path: file or folder with the rows.
-        required: columns that every row must have; "problem" means any prompt column.
-        limit: maximum number of rows; None reads all rows.
-        constants: columns that are added to every row.
-        checks_files: whether to check that image and video files exist. With several ranks, only rank 0 checks this,
-            because a shared file system is slow.
-        reads: columns that a stage or a reward reads, in addition to `required`; None means all columns.
+        path: file or folder of rows.
+        required: columns that every row must have; "problem" = any prompt column.
+        limit: maximum rows, None = all.
+        constants: columns added to every row.
+        checks_files: check that image and video files exist; rank 0 only, because shared file systems are slow.
+        reads: columns read by a stage or reward, in addition to `required`, None = all.
         options: fields of RowOptions.
-
     Raises:
-        ValueError: there are no rows, a row is invalid, or an image or video file is missing.
+        ValueError: no rows, an invalid row, or a missing image or video file.
     """
 
     def __init__(
@@ -200,12 +198,12 @@ class FileDataset(Sequence[Row]):
         return facts.file.load(facts.line, fetch_image, load_video)
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
-        """Read a row without its images and videos, and list their sources in order."""
+        """Read a row without images and videos, and list their sources in order."""
         facts = self.facts[index]
         return facts.file.read(facts.line)
 
     def content(self, index: int) -> str:
-        """Return a hash of a row's prompt and of the contents of its image and video files."""
+        """Hash a row's prompt and the contents of its media files."""
         row, media = self.read(index)
         hashed_parts: list[str | bytes | Path] = [repr(row.messages)]
         for source, path in files_of(media, str(self.facts[index].file.folder)):
@@ -213,7 +211,7 @@ class FileDataset(Sequence[Row]):
         return digest(hashed_parts)
 
     def select(self, facts: list[RowFacts]) -> "FileDataset":
-        """Return a dataset with the given rows, which may come from several datasets."""
+        """Return a dataset of the given rows, perhaps from several datasets."""
         if not facts:
             raise ValueError(
                 "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
@@ -228,12 +226,12 @@ class FileDataset(Sequence[Row]):
 
     @property
     def columns(self) -> set[str]:
-        """Return the names of all columns in the rows, both before and after data.columns renames them."""
+        """Return all column names, before and after renaming by data.columns."""
         return {name for file in self.files for name in file.columns}
 
     @property
     def unread(self) -> list[str]:
-        """Return the columns that neither a stage nor a reward reads."""
+        """Return the columns that no stage or reward reads."""
         return sorted({name for file in self.files for name in file.unread})
 
     @property
@@ -242,7 +240,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def media_fingerprint(self) -> str:
-        """Return a hash of the sizes and times of all image and video files, which only rank 0 has read."""
+        """Hash sizes and times of all media files, which only rank 0 has read."""
         return digest([repr([facts.media_fingerprint for facts in self.facts])])
 
 
@@ -253,16 +251,16 @@ def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
 
 
 def is_foreign(error: BaseException | None) -> bool:
-    """Return True for a LayoutError, or an error that error_context made from a LayoutError."""
+    """Return True for a LayoutError, also inside error_context."""
     return isinstance(error, LayoutError) or (error is not None and is_foreign(error.__cause__))
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Collect the facts about a row, and list its missing image and video files.
+    """Collect a row's facts, and list missing media files.
 
     Args:
-        media: the images and videos of the prompt.
-        checks_files: whether to check that the image and video files exist, and to read their sizes.
+        media: images and videos of the prompt.
+        checks_files: check that media files exist, and read their sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
@@ -290,9 +288,9 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
 
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return the sizes (in bytes) and modification times of a row's media files, and describe missing files.
+    """Return sizes (bytes) and modification times of a row's media files, and describe missing ones.
 
-    An image that is stored in the row has the size of its bytes or of its base64 text, and the time 0.
+    An image stored in the row has the size of its bytes or base64 text, and time 0.
     """
     sizes = []
     times = []
@@ -313,7 +311,7 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
 
 
 def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]:
-    """Find the first box in each answer that has one, as {column: the box as written}."""
+    """Find the first box per answer, {column: box as written}."""
     boxes = {}
     for name, answer in answers.items():
         text = "\n".join(text_of(turn) for turn in as_turns(answer or []))
@@ -323,25 +321,25 @@ def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]
 
 
 def image_size(image: Media, folder: Path) -> Size | None:
-    """Return the width and height of an image, or None if its file is unreadable."""
+    """Return an image's width and height, None = unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # reported, or skipped, when the image is used
+    except ValueError:  # reported or skipped at use
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image file to read the image's size; the returned image cannot be decoded."""
+    """Open an image file for its size only; the result cannot be decoded."""
     with open_image(source, folder) as image:
         return image
 
 
 class LazyImages(Sequence):
-    """A row's images. An image is decoded again at each access, so that no decoded image stays in memory."""
+    """Images of a row, decoded at each access: no decoded image stays in memory."""
 
     def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
-        self.sizes = {}  # {index: (width, height)} for the images decoded so far
+        self.sizes = {}  # {index: (width, height)} of images decoded so far
 
     def __len__(self) -> int:
         return len(self.decoders)
@@ -353,7 +351,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos, whose frames are read each time they are used."""
+    """Return a row's videos, with frames read at each use."""
     videos = []
     for item in media:
         if item.kind == "video":

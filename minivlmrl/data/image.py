@@ -1,10 +1,8 @@
-"""Convert an image file to the normalized patches that a vision tower reads.
+"""Convert an image file to normalized patches for the vision tower, bit for bit as transformers.
 
-The patches are identical, bit for bit, to those that transformers' image processors compute.
-
-Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, and cut into 8 x 4 patches of 14 x
-14 pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. Each block of 2 x 2 patches becomes
-one image token, so an image of 8 x 4 patches has 8 tokens.
+Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56, and cut into 8 x 4 patches of 14 x 14
+pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. A block of 2 x 2 patches becomes one
+image token, so the image has 8 tokens.
 """
 
 import math
@@ -21,22 +19,22 @@ from PIL.ExifTags import Base as ImageIFD
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
-Grid = tuple[int, int, int]  # patches in time, height and width
+Grid = tuple[int, int, int]  # patches in time, height, width
 
 
 def load_image(file: str | Path | Image) -> Image:
-    """Load an image file as RGB, rotated upright according to its EXIF orientation.
+    """Load an image file as RGB, upright by its EXIF orientation.
 
     Raises:
-        ValueError: the aspect ratio is over 200, or the colors of the image are not known (see to_rgb).
+        ValueError: aspect ratio over 200, or unknown colors (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
-    check_ratio(image.width, image.height)  # before the pixels are decoded, which takes gigabytes for a long image
+    check_ratio(image.width, image.height)  # before decoding, which takes gigabytes for long images
     return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert a PIL image to RGB, on a white background if the image is transparent."""
+    """Convert a PIL image to RGB, transparent ones on white."""
     if 0 in image.size:
         raise ValueError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.mode in ("I", "F"):
@@ -52,10 +50,10 @@ def to_rgb(image: Image) -> Image:
 
 
 def to_8_bits(image: Image) -> Image:
-    """Convert an image with 16 bits per pixel to 8 bits; Pillow's conversion would make all values above 255 white."""
+    """Convert 16 bits per pixel to 8; Pillow would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    tags = getattr(image, "tag_v2", {})  # a TIFF file may use only 12 of the 16 bits, or store white as 0
+    tags = getattr(image, "tag_v2", {})  # TIFF may use 12 of 16 bits, or store white as 0
     pixels = np.asarray(image)
     gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
@@ -66,7 +64,7 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise ValueError if an image's aspect ratio is over 200, the limit in transformers."""
+    """Raise ValueError for an aspect ratio over 200, as in transformers."""
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
@@ -75,20 +73,17 @@ def check_ratio(width: int, height: int):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """Compute the height and width in pixels that an image is resized to before it is cut into patches.
+    """Compute the height and width in pixels of an image before it is cut into patches.
 
-    The area of the resized image is between min_pixels and max_pixels. The aspect ratio of the image changes only by
-    rounding.
+    Its area is between min_pixels and max_pixels, its aspect ratio that of the image up to rounding.
 
     Args:
-        factor: side, in pixels, of the square that becomes one token. The new height and width are multiples of
-            `factor`.
+        factor: side of one token's square in pixels; height and width are multiples.
 
-    Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 is resized to height 812 and
-    width 1176.
+    Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become 812 and 1176.
     Raises:
-        ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one token.
-    Source: the function smart_resize in transformers' Qwen2-VL.
+        ValueError: aspect ratio over 200, or max_pixels below min_pixels or one token.
+    Source: smart_resize in transformers' Qwen2-VL.
     """
     check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):
@@ -110,16 +105,14 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
-    """Cut the frames of an image or video into patches, in the order that the vision tower expects.
+    """Cut the frames of an image or video into patches, in vision tower order.
 
     Args:
-        frames: (T, 3, H, W), where H and W are multiples of patch_size * merge_size. The last frame is repeated until T
-            is a multiple of temporal_patch_size. For example, an image is one frame, which is repeated once because
-            temporal_patch_size is 2.
+        frames: (T, 3, H, W), H and W multiples of patch_size * merge_size. The last frame is repeated until T is a
+            multiple of temporal_patch_size: an image is one frame, repeated once for temporal_patch_size 2.
     Returns:
         patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w). Blocks of merge_size x
-        merge_size patches are in raster order, and so are the patches within a block. A patch's values are in the order
-        (channel, frame, y, x).
+        merge_size patches are in raster order, as are patches in a block; values are in order (channel, frame, y, x).
     """
     missing = -len(frames) % temporal_patch_size
     frames = np.concatenate([frames] + [frames[-1:]] * missing)
@@ -127,21 +120,21 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
     h = frames.shape[2] // patch_size
     w = frames.shape[3] // patch_size
     axes = frames.reshape(
-        t, temporal_patch_size, 3,  # axes 0 to 2: time, frame, channel
-        h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
-        w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
+        t, temporal_patch_size, 3,  # 0 to 2: time, frame, channel
+        h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in block, y
+        w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in block, x
     )  # fmt: skip
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 
 
 def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """Resize RGB frames with Pillow's bicubic filter, and normalize each color channel.
+    """Resize RGB frames with Pillow's bicubic filter, and normalize color channels.
 
     Args:
-        frames: RGB images of the same size.
+        frames: RGB images of one size.
         height, width: new size in pixels.
-        mean, std: (3, 1), mean and standard deviation of each color channel, for pixel values from 0 to 1.
+        mean, std: (3, 1), per color channel, for pixel values from 0 to 1.
     Returns:
         (T, 3, height, width) float32.
     """
@@ -152,13 +145,13 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
 
 
 def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Normalize pixel values from 0 to 255 with a lookup table.
+    """Normalize pixel values 0 to 255 by table.
 
     Args:
-        normalized: (3, 256), the normalized value of each gray level in each color channel.
+        normalized: (3, 256), per color channel and gray level.
         pixels: (T, H, W, 3) uint8.
     Returns:
-        (T, 3, H, W), with the table's dtype.
+        (T, 3, H, W), dtype of the table.
     """
     channels = [normalized[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
@@ -166,42 +159,42 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches. The fields of ImageProcessor are a checkpoint's image settings."""
+    """Converts images to patches; the fields are a checkpoint's image settings."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    min_pixels: int = 56 * 56  # bounds for an image's area after resizing
+    min_pixels: int = 56 * 56  # bounds on the resized area
     max_pixels: int = 28 * 28 * 16384
-    # CLIP's mean and standard deviation of each color channel, for pixel values from 0 to 1
+    # CLIP's mean and standard deviation, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames
-    videos: Any = None  # class that resizes videos for Qwen3-VL; None for Qwen2.5-VL
-    dtype: torch.dtype = torch.float32  # of the patches; in 16 bits, fewer bytes are copied to a GPU
+    videos: Any = None  # class that resizes Qwen3-VL's videos, None for Qwen2.5-VL
+    dtype: torch.dtype = torch.float32  # of patches; 16 bits: fewer bytes to copy to a GPU
 
     @property
     def factor(self) -> int:
-        """Return the side, in pixels, of the square that becomes one image token: 14 * 2 = 28 by default."""
+        """Return the side of one image token in pixels: 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_dim(self) -> int:
-        """Return the number of values in a patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
+        """Return the values per patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Return the number of image tokens: one for each block of merge_size x merge_size patches."""
+        """Return the number of image tokens, one per block of merge_size x merge_size patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
         """Resize an image, normalize its colors and cut it into patches.
 
         Args:
-            image: image of any mode and size.
-            options: options for this image only. min_pixels and max_pixels replace the processor's bounds.
-                resized_height and resized_width replace the image's size before smart_resize rounds it to multiples of
-                `factor` within the processor's bounds.
+            image: any mode and size.
+            options: for this image. min_pixels and max_pixels replace the processor's bounds; resized_height and
+                resized_width replace the image size before smart_resize rounds it to multiples of `factor` within those
+                bounds.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w); see patchify.
         """
@@ -216,10 +209,10 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize the frames of an image or video, and return their normalized patches and patch counts (t, h, w)."""
+        """Resize frames of an image or video, and return normalized patches and patch counts (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # frames are converted to RGB one by one, because a copy of all frames could fill the memory
+        # RGB one by one: a copy of all frames could fill the memory
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw
