@@ -1,7 +1,6 @@
-"""Render conversations with the chat template (a Jinja template) in a model's folder.
+"""Render conversations with the Jinja chat template of a model folder, as texts and control tokens.
 
-A rendered conversation is a list of texts and control tokens. The module chat_template.py renders the published
-template of Qwen2-VL and Qwen2.5-VL without Jinja.
+chat_template.py renders the published template of Qwen2-VL and Qwen2.5-VL without Jinja.
 """
 
 import hashlib
@@ -37,43 +36,43 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
 
-# files that can contain a chat template, in the order in which transformers reads them
+# files with a chat template, in transformers' order
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of Qwen2.5-VL's chat template as Qwen and TRL publish it; chat_template.py renders this template
+# sha256 of Qwen2.5-VL's template as published by Qwen and TRL, rendered by chat_template.py
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# Jinja code in a chat template that removes the thought <think>...</think> from the text of an answer
+# template code that removes the thought <think>...</think> of an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# tags for thoughts and tools; a message may contain such a tag, even if the tag is a special token of the tokenizer
+# tags for thoughts and tools; allowed in messages, even if special tokens
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 DEFAULT = as_jinja()  # Qwen2.5-VL's chat template
-WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # Qwen2.5-VL's chat template, with code that declares tools
-# chat template for Qwen3-VL: Qwen2.5-VL's template without the default system message
+WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # with code that declares tools
+# Qwen3-VL: Qwen2.5-VL's template without a default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
 class ChatTemplate:
-    """A Jinja chat template. If a user writes "<|im_end|>" in a message, these characters stay ordinary text.
+    """Jinja chat template; "<|im_end|>" written by a user stays ordinary text.
 
     Args:
-        source: the template's file name, for error messages.
-        special_tokens: the tokenizer's control tokens; see Tokenizer.special_tokens.
-        token_names: {name: value} for variables that the template may read, such as eos_token.
+        source: file name, for error messages.
+        special_tokens: control tokens; see Tokenizer.special_tokens.
+        token_names: {name: value} of template variables, such as eos_token.
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        self.tools = None  # schemas for the tools that the template declares
+        self.tools = None  # schemas that the template declares
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
+        except Exception as error:  # also RecursionError and SyntaxError, for nested blocks
             raise self._error(error) from error
-        # The regular expression tries longer control tokens first, because a token may begin with another token.
+        # longer tokens first: a token may begin with another
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
         controls = {name: SpecialToken(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
@@ -81,16 +80,16 @@ class ChatTemplate:
         self.literal_tokens = re.compile("|".join(map(_literal_pattern, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that come only from the chat template, and never from the text of a message."""
+        """Return the control tokens that only the template writes, never a message."""
         written = [self.text]
-        # Rendered texts are also searched: a template may build a control token, as in '<|' + message.role + '|>'.
+        # rendered texts, too: a template may build a token, as in '<|' + message.role + '|>'
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
-            with suppress(ValueError):  # a template may refuse a role
+            with suppress(ValueError):  # templates may refuse a role
                 written.append(self._render(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # A special token of a single character, such as "#", is left out, because users' texts may contain "#".
+            # without single characters such as "#", which texts may contain
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -98,11 +97,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Load the chat template of a model's folder.
-
-        Returns:
-            The template, or None if there is no template or chat_template.render gives the same result.
-        """
+        """Load the chat template of a model folder; None if there is none, or chat_template.render does the same."""
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
@@ -119,13 +114,11 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Render a conversation to a list of texts and control tokens.
-
-        Joined into one string, the texts and control tokens equal the result of transformers' apply_chat_template.
+        """Render a conversation as texts and control tokens, which join to transformers' apply_chat_template.
 
         Raises:
-            ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
-                Only the thoughts in assistant turns may be missing.
+            ValueError: the template cannot render the messages, or leaves out an image, a video or a text other than a
+                thought.
         """
         conversation, mark = self._marked(messages)
         pieces = join_text(self._cut(self._render(conversation, True), mark))
@@ -140,20 +133,18 @@ class ChatTemplate:
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
-        """Render the turns that follow a prompt as texts and control tokens.
+        """Render the turns after a prompt.
 
         Returns:
-            Pairs of a piece of text and a flag, which is True if the piece is trained; see messages.is_trained.
-
+            (text or control token, trained) pairs; see messages.is_trained.
         Raises:
-            RewrittenTurnsError: the template renders a turn differently if more turns follow.
-            ValueError: the template does not end assistant turns with <|im_end|> and a line break, or leaves out a
-                text.
+            RewrittenTurnsError: a turn is rendered differently if more turns follow.
+            ValueError: assistant turns do not end with <|im_end|> and a line break, or a text is missing.
         """
         conversation, mark = self._marked([*messages, *turns])
         text = self._render(conversation, False)
         flagged = []
-        end = None  # the previous assistant turn's end
+        end = None  # of the previous assistant turn
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
                 continue
@@ -166,7 +157,7 @@ class ChatTemplate:
                     f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
-            end = turn_end - 1  # the model does not write the line break
+            end = turn_end - 1  # without the line break, which the model does not write
             is_written = is_trained([*messages, *turns][turn_number])
             flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts([*messages, *turns], text.replace(mark, ""), len(messages))
@@ -194,14 +185,14 @@ class ChatTemplate:
 
     @cached_property
     def generation_prefix(self) -> str:
-        """The opening tag at the end of every prompt, such as "<think>\\n"; "" if the template writes no tag."""
+        """Opening tag after every prompt, such as "<think>\\n", or ""."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._render(messages, True).removeprefix(self._render(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
     def with_tools(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy of the chat template that lists `tools` (JSON schemas) in each prompt."""
+        """Return a copy that lists `tools` (JSON schemas) in prompts."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -211,16 +202,16 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens that a user wrote, so that the tokens stay ordinary text."""
+        """Insert a rare character into control tokens of a user, so they stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # If an answer's text begins with a thought, Qwen3.8's chat template would write a second, empty thought.
+            # Qwen3.8 would write a second, empty thought before an answer with a thought
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # the template renders parameters one by one instead of as JSON
+        if "<function=" in self.text:  # parameters one by one, not as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark is a Chinese character, because a template could strip a space or escape a symbol. No text has it.
+        # a Chinese character not in any text: templates may strip spaces and escape symbols
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
@@ -234,7 +225,7 @@ class ChatTemplate:
                 documents=None,
                 **self.token_names,
             )
-        except Exception as error:  # a template is a program, which can raise any exception
+        except Exception as error:  # a template is a program, which may raise anything
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
@@ -243,18 +234,18 @@ class ChatTemplate:
 
     def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
         if isinstance(reason, Exception):
-            line = getattr(reason, "lineno", None)  # known only for syntax errors
+            line = getattr(reason, "lineno", None)  # only for syntax errors
             where = "" if line is None else f" in line {line}"
             reason = f"the template fails{where}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Return a copy of a chat template with fixed values for variables such as enable_thinking.
+    """Copy a chat template with fixed variables, such as enable_thinking.
 
     Args:
-        template: template to copy; None means chat_template.render.
-        values: value of data.chat_template_kwargs, such as {"enable_thinking": False}.
+        template: None = chat_template.render.
+        values: data.chat_template_kwargs, such as {"enable_thinking": False}.
     """
     if not values:
         return template
@@ -273,8 +264,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _literal_pattern(name: str) -> str:
-    """Return a regular expression for the first character of a control token, such as the < of "<|im_end|>"."""
-    # This also matches "<|im_ end|>", because a template could strip the space, and "<|im_" at the end of a text.
+    """Return a regular expression for the first character of a control token, such as < in "<|im_end|>"."""
+    # also "<|im_ end|>", because templates may strip the space, and "<|im_" at the end of a text
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -282,7 +273,7 @@ def _literal_pattern(name: str) -> str:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Move the thought <think>...</think> from an assistant message's text to the key reasoning_content."""
+    """Move the thought <think>...</think> from an assistant's text to reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -295,7 +286,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Replace JSON texts in the arguments of tool calls with the parsed values."""
+    """Parse JSON texts in tool call arguments."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -304,14 +295,14 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value without nulls, because Parquet fills missing keys with null, and apply `change` to all texts."""
+    """Copy a value without nulls, with which Parquet fills missing keys, and apply `change` to all texts."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # A template could call the methods of a Python object, so the object is replaced by the name of its type.
+    # type name only: a template could call methods of an object
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
@@ -330,11 +321,10 @@ def _template_in(path: Path) -> str | None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build a Jinja sandbox like the one in transformers' apply_chat_template.
+    """Build a Jinja sandbox like that of transformers' apply_chat_template.
 
-    A template may use {% break %}, but not {% generation %}. The sandbox blocks access to Python internals and files,
-    and range() over more than 100,000 items. Jinja's sandbox does not limit time or memory (for example
-    {{ 'x' * 10**9 }}), so use only templates that you trust.
+    Templates may use {% break %}, but not {% generation %}. Python internals, files, and range() over more than 100,000
+    items are blocked. Time and memory are not limited (for example {{ 'x' * 10**9 }}): trust your templates.
     """
 
     def fail(message: str):
@@ -345,7 +335,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, **options)
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
-    # Jinja's own filter tojson is replaced, because it escapes <, > and & for HTML.
+    # Jinja's tojson escapes <, > and & for HTML
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

@@ -1,4 +1,4 @@
-"""Read a checkpoint's preprocessor_config.json into an ImageProcessor, and write an ImageProcessor to this file."""
+"""Read preprocessor_config.json as an ImageProcessor, and write it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,30 +20,29 @@ from minivlmrl.json_files import read_json
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize and normalize RGB frames with torch, bit for bit as transformers' torchvision processor does."""
+    """Resize and normalize RGB frames with torch, bit for bit as transformers' torchvision processor."""
     size = (height, width)
     resized = []
     for frame in frames:
-        # The pixels must be uint8, as in transformers: torch then rounds after resizing each axis.
+        # uint8 as in transformers: torch rounds after each axis
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # 255, with the rounding error of transformers' image processor
+    scale = np.float32(1 / (1 / 255))  # 255, with transformers' rounding error
     gray_levels = np.arange(256, dtype=np.float32)
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {value of data.resize_backend: function that resizes images}
+# data.resize_backend: function
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# The transformers classes that a preprocessor_config.json may name. If the name ends with Fast, images are resized with
-# torch, otherwise with Pillow.
+Std = Annotated[float, "[1e-6, 1e6)"]  # positive: pixels are divided by it
+# transformers classes in preprocessor_config.json; names with Fast resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# image settings, each with the only value that is supported
+# settings with one supported value
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -52,21 +51,18 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# {name of an option in data.video: its name in video_preprocessor_config.json}
+# data.video option: name in video_preprocessor_config.json
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
-FPS = 2.0  # default number of sampled frames per second
-# default bounds for the area of a video frame, in image tokens of 28 * 28 pixels
+FPS = 2.0  # default frames per second
+# default bounds on a frame's area, in tokens of 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# settings that have the same name in preprocessor_config.json and in the class ImageProcessor
+# names shared by preprocessor_config.json and ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds for an image's area in pixels, under transformers' old and new names.
-
-    Image settings with a fixed height or width are not supported.
-    """
+    """Bounds on the image area in pixels, by transformers' old and new names; no fixed height or width."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -80,7 +76,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """The fields that are read from preprocessor_config.json."""
+    """Fields read from preprocessor_config.json."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -102,12 +98,11 @@ class ImageSettings:
 
 
 def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):
-    """Build an ImageProcessor from the content of a preprocessor_config.json.
+    """Build an ImageProcessor from preprocessor_config.json.
 
     Args:
-        where: the file's name, for error messages.
-        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. If the file has no
-            bounds, the defaults of transformers are used.
+        where: file name, for error messages.
+        min_pixels, max_pixels: bounds on the image area, instead of the file's; without either, transformers' defaults.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -117,7 +112,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # smart_resize raises ValueError if max_pixels is smaller than min_pixels or than the area of one token
+        # ValueError if max_pixels is below min_pixels or one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -128,11 +123,10 @@ def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
 
 
 def write_image_processor(processor: ImageProcessor, options: dict[str, int]) -> dict:
-    """Build the content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM can read.
+    """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: options of data.image. The file cannot store a fixed size; instead, both bounds are set to the area of
-            this size.
+        options: data.image. Files cannot store a fixed size: both bounds become its area.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -142,59 +136,59 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # newer name for the same bounds
+        "size": {"shortest_edge": low, "longest_edge": high},  # newer name for the bounds
     }
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest and the largest area in pixels that the options allow; `bounds` are the defaults."""
+    """Return the area bounds in pixels of the options; `bounds` are defaults."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
-        return height * width, height * width + 1  # without + 1, rounding errors can remove a row of tokens
+        return height * width, height * width + 1  # + 1: rounding could remove a row of tokens
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
-    """Build the content of a video_preprocessor_config.json from the options of data.video, or {} if there are none."""
+    """Build a video_preprocessor_config.json from data.video, {} without options."""
     if not options:
         return {}
-    area = processor.factor**2  # of one token
+    area = processor.factor**2  # one token
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",  # which resizes frames as video.frame_size does
+        "video_processor_type": "Qwen2VLVideoProcessor",  # resizes as video.frame_size
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # transformers allows 90 % of these tokens
+    if "total_pixels" in options:  # transformers allows 90 % of them
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return the options that select a video's frames, with their names in video_preprocessor_config.json."""
+    """Return the frame selection options by their names in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
-        given["fps"] = None  # otherwise, a default fps of the class could conflict with num_frames in transformers
+        given["fps"] = None  # a class default could conflict with num_frames in transformers
     return given and {"do_sample_frames": True, "fps": FPS, **given}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Check the options of an image or video, such as max_pixels, and return the options that are not None."""
+    """Check options of an image or video, such as max_pixels, and return those not None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 
 def read_sampling(settings: dict) -> dict[str, float]:
-    """Return the options in a video_preprocessor_config.json that select a video's frames, such as fps."""
+    """Return the frame selection options of video_preprocessor_config.json, such as fps."""
     return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read the settings for images from a model's folder, and return (file, settings).
+    """Read image settings of a model folder, (file, settings).
 
-    Transformers 5 writes image settings into processor_config.json; older versions use preprocessor_config.json.
+    Transformers 5 writes them into processor_config.json, older versions into preprocessor_config.json.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"
@@ -210,7 +204,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read the settings for videos from a model's folder, and return (file, settings)."""
+    """Read video settings of a model folder, (file, settings)."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

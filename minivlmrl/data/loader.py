@@ -1,4 +1,4 @@
-"""Load batches of rows, one batch for each rollout, in an order that depends only on the seed."""
+"""Load row batches, one per rollout, in an order that depends only on the seed."""
 
 import itertools
 import warnings
@@ -13,21 +13,21 @@ from minivlmrl.data.messages import as_turns
 from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
-MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
-# maximum number of rows that threads prepare in advance; the patches of 64 images of one megapixel take 1.5 GB
+MAX_SKIPPED = 100  # consecutive unreadable rows that end a run
+# rows prepared in advance; patches of 64 one-megapixel images take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
 
 class Batches(Iterator[list[Row]]):
-    """An endless iterator over this rank's batches of rows, one batch for each rollout.
+    """Endless iterator over this rank's batches, one per rollout.
 
-    A batch holds the rows for `options.steps_per_rollout` optimizer steps, sorted by step. The rows are shuffled again
-    for every pass over the dataset. The text "seed/stage/batch/position" seeds a row's random numbers, so that the same
-    completions are sampled on any number of ranks. Background threads compute the next batch's prompts.
+    A batch has the rows for `options.steps_per_rollout` optimizer steps, sorted by step. Rows are shuffled for every
+    pass over the dataset. "seed/stage/batch/position" seeds a row's random numbers, so completions are the same on any
+    number of ranks. Threads prepare the next batch.
 
     Args:
-        batches_consumed: number of batches that a resumed run has already used.
+        batches_consumed: batches used before a resume.
     """
 
     def __init__(self, dataset: Dataset, trainer: Any, batches_consumed: int = 0):
@@ -37,23 +37,23 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # the images in these answers are decoded early, so that rows with unreadable images can be skipped
+        # images in these answers are decoded early, to skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
-        self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
+        self.skipped: set[int] = set()  # indices of unreadable rows, this rank
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # Each worker uses only one CPU thread in PyTorch, because more threads would slow all workers down.
+        # one PyTorch thread per worker; more would slow them down
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
-        self.ahead: list[Future] = []  # the first rows of the next batch, which threads are preparing
+        self.ahead: list[Future] = []  # first rows of the next batch, in preparation
 
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
-        """Return (index in the dataset, text that seeds random numbers) for each row in this rank's part of a batch."""
+        """Return (dataset index, random seed text) for this rank's rows of a batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -68,10 +68,10 @@ class Batches(Iterator[list[Row]]):
         self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
             rows = self.wait_for(futures)
-        except BaseException:  # The process ends, so there is no reason to wait for other rows.
+        except BaseException:  # the process ends: do not wait for other rows
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # which may take longer than the timeout of the run
+        self.world.barrier("read images")  # may exceed the run's timeout
         self.batches_consumed += 1
         return rows
 
@@ -79,7 +79,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare_row, index, key) for index, key in batch]
 
     def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Load a row, or the next readable row, and compute its prompt. Also return the errors of skipped rows."""
+        """Load a row, or the next readable one, with its prompt and the errors of skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -90,14 +90,14 @@ class Batches(Iterator[list[Row]]):
         return row, failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Load a single row, and compute its prompt; the text `key` seeds the row's random numbers."""
+        """Load a row with its prompt; `key` seeds its random numbers."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Return the rows that threads have prepared, and warn once about each unreadable row."""
+        """Return prepared rows, and warn once per unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)
@@ -109,12 +109,12 @@ class Batches(Iterator[list[Row]]):
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
-    """Compute a row's prompt, and check that the images in its answers can be decoded.
+    """Compute a row's prompt, and check that images in its answers can be decoded.
 
-    `answers` lists the Row fields whose answers the stage trains on.
-
+    Args:
+        answers: Row fields with the answers that the stage trains on.
     Raises:
-        ValueError: the prompt is invalid, or an image is unreadable.
+        ValueError: invalid prompt or unreadable image.
     """
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
@@ -124,14 +124,13 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Return the row at `index` or, if it is unreadable, the next readable row.
+    """Return the row at `index`, or the next readable one.
 
     Args:
-        use: function that raises ValueError for an unreadable row, such as readable_prompt.
-        skips: whether to skip unreadable rows; False raises the error of the first one.
-
+        use: raises ValueError for an unreadable row, such as readable_prompt.
+        skips: False: raise the error of the first unreadable row.
     Returns:
-        The row, the result of `use`, and {index of an unreadable row: its error}.
+        Row, result of `use`, and {index of an unreadable row: error}.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):
@@ -150,7 +149,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_batch: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of shuffled row indices. A resumed run skips the indices that it has already used."""
+    """Yield lists of shuffled row indices, without those used before a resume."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Forms in which an answer can be written: other keyboards, Markdown, LaTeX, quotes, code fences and JSON."""
+"""Forms of written answers: other keyboards, Markdown, LaTeX, quotes, code fences and JSON."""
 
 import json
 import re
@@ -6,9 +6,9 @@ from functools import partial
 
 from minivlmrl.json_files import parse_json, unique_keys
 
-# full-width and typographic characters, and the plain characters with the same meaning
+# full-width and typographic characters -> plain ones
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
-# markup around a whole answer; the longer of two equal beginnings comes first
+# markup around a whole answer; of two equal beginnings, the longer one first
 WRAPPERS = (
     *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
     *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],
@@ -46,13 +46,12 @@ def unwrap(text: str) -> str:
 
 
 def read_json(text: str, **options):
-    """Parse an answer that is JSON, or a Python literal with single quotes, inside markup or not.
+    """Parse a JSON answer, or a Python literal with single quotes, perhaps inside markup.
 
     Args:
-        options: arguments for json.loads.
-
+        options: for json.loads.
     Raises:
-        ValueError: the text is not JSON, or an object has a key twice.
+        ValueError: no JSON, or a repeated key.
     """
     decode = partial(json.loads, object_pairs_hook=unique_keys, **options)
     text = unwrap(text)

@@ -1,8 +1,8 @@
-"""Build and check the messages of a conversation with images and videos.
+"""Build and check conversations with images and videos.
 
-A message is {"role": "user", "content": ...}, as transformers' chat templates expect. A message's content is a text or
-a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may
-have "tool_calls" instead of content. "Turn" is another word for a message.
+A message, or turn, is {"role": "user", "content": ...}, as in transformers' chat templates. Content is a text or a list
+of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. Assistant messages may have "tool_calls"
+instead.
 """
 
 import re
@@ -10,32 +10,30 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minivlmrl.errors import pluralize, truncate
 
-MARK = re.compile("<(image|video)>")  # tag that an image or video replaces in a text
+MARK = re.compile("<(image|video)>")  # tag for an image or video in a text
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# Maximum number of characters in a message. The library `tokenizers` encodes a million characters in a second, but
-# fails on ten million.
+# maximum characters per message; `tokenizers` encodes a million per second, but fails on ten million
 MAX_TEXT = 2**20
-# keys of a message that can contain the assistant's thought, separate from the content
+# keys for the assistant's thought, outside of the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys that turn the loss of a message on (true or 1) or off (false or 0)
+# keys that turn a message's loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return a message's content as a list of parts. A text becomes a single text part."""
+    """Return content as a list of parts; a text is one part."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def part_kind(part: dict) -> str | None:
-    """Return the kind of a message part, "image", "video" or "text", or None if the kind is unclear.
+    """Return the kind of a part, "image", "video" or "text", None = unclear.
 
     Args:
-        part: an image part is {"type": "image"}, or any dict with the key image or image_url. The same rule applies to
-            video parts. A text part is {"type": "text", "text": str}, whose type may be missing. A key whose value is
-            None counts as missing.
+        part: an image part is {"type": "image"}, or a dict with key image or image_url; video parts likewise. A text
+            part is {"type": "text", "text": str}, perhaps without type. Keys with value None count as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -49,7 +47,7 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list with one turn of the given role. A list of turns is returned unchanged."""
+    """Convert a text to a list with one turn; keep lists."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -60,27 +58,27 @@ def parts_of(turns: Iterable[dict]) -> list[dict]:
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the image and video parts of all turns in one list."""
+    """Return the image and video parts of all turns."""
     return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
-    """Join the text parts of a message."""
+    """Join the texts of a message."""
     return "".join(part.get("text") or "" for part in content_parts(message))
 
 
 def conversation(
     problem: str, media: Mapping[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
-    """Build the messages for a prompt that asks a question about images and videos.
+    """Build a prompt: a question about images and videos.
 
-    Example: the question "What is it?" about one image gives a user message with an image part and a text part. In the
-    question "Is <image> left of <image>?", image parts replace the two tags.
+    Example: "What is it?" about one image gives a user message with an image and a text part. In "Is <image> left of
+    <image>?", image parts replace the tags.
 
     Args:
-        media: the number of images and videos in the prompt, such as {"image": 2, "video": 1}.
-        prompt_template: text that contains {problem}, which is replaced by the question.
-        system_prompt: text of the system message, which comes first; None adds no system message.
+        media: number of images and videos, such as {"image": 2, "video": 1}.
+        prompt_template: {problem} in it is replaced by the question.
+        system_prompt: text of a first system message, None = without.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -91,11 +89,11 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question, which is the last user turn's text, into the template data.prompt_template.
+    """Insert the question, the last user text, into data.prompt_template.
 
     Raises:
-        ValueError: the last user turn does not have exactly one text part, or the template contains <image> although
-            the conversation has image parts.
+        ValueError: the last user turn has not exactly one text part, or the template contains <image> but the
+            conversation has image parts.
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise ValueError(
@@ -116,16 +114,16 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Replace the tags <image> and <video> in the texts of messages with image and video parts.
+    """Replace the tags <image> and <video> in texts by image and video parts.
 
-    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". If no message has a
-    tag <image> or <video>, image and video parts are inserted before the first user turn's text.
+    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without tags, the parts
+    come before the first user text.
     """
     placed = []
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # re.split returns texts and tag names alternately: "a<image>b" becomes "a", "image", "b"
+            # texts and tag names alternate: "a<image>b" -> "a", "image", "b"
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})
@@ -137,14 +135,14 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend the text system_prompt, if there is one, to a conversation without a system message."""
+    """Prepend system_prompt, if any, to a conversation without a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has exactly one place for each image and each video."""
+    """Raise ValueError unless a prompt has one place per image and video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
@@ -157,7 +155,7 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
 
 
 def check_ends(turns: list[dict]):
-    """Raise ValueError unless the first and the last turn of an answer are assistant turns."""
+    """Raise ValueError unless an answer begins and ends with an assistant turn."""
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise ValueError(
@@ -166,12 +164,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True if a loss is computed on a turn: an assistant turn without a key such as "loss": false."""
+    """Return True for trained turns: assistant turns without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError if a dict has a value under an unknown key. None, "", [] and {} do not count as values."""
+    """Raise ValueError for a value under an unknown key; None, "", [] and {} are no values."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(
@@ -181,7 +179,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 
 
 def check_messages(messages: list[dict]):
-    """Raise ValueError if a message lacks a role or content, or has a form that no chat template can render."""
+    """Raise ValueError for a message without role or content, or in a form that no chat template can render."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         content, calls = fields.get("content"), fields.get("tool_calls") or []
