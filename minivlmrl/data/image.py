@@ -75,7 +75,7 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the resized height and width of an image, in pixels.
 
-    Its area is between min_pixels and max_pixels, its aspect ratio that of the image up to rounding.
+    Its area is between min_pixels and max_pixels, its aspect ratio unchanged up to rounding.
 
     Args:
         factor: side of one token's square in pixels; height and width are multiples.

@@ -1,4 +1,4 @@
-"""Convert messages and images to a tokenized Prompt, an answer to a Completion, and token ids to text."""
+"""Convert messages and images to a tokenized Prompt, answers to Completions, and token ids to text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys for the kind and content of a message part; other keys, such as max_pixels, are options
+# keys for kind and content of a part; others, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -36,18 +36,18 @@ VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model 
 
 @dataclass
 class Processor:
-    """The tokenizer, the chat template and the image processor of one checkpoint."""
+    """Tokenizer, chat template and image processor of a checkpoint."""
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # chat template in the model's folder; None means Qwen2.5-VL's template (see chat_template.py)
+    # template of the model folder, None = Qwen2.5-VL's (see chat_template.py)
     template: "ChatTemplate | None" = None
-    # where the answer is in a completion, such as "tags"; see find_answer in rewards/text.py
+    # where answers are in completions, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
-    box_space: str = "resized"  # units of the boxes in answers; see data/boxes.py
-    # token ids that end a completion, in addition to ENDS; from generation_config.json and sampling.stop_token_ids
+    box_space: str = "resized"  # units of boxes in answers; see data/boxes.py
+    # stop tokens besides ENDS, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
-    sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
+    sizes: Mapping[str, dict] = field(default_factory=dict)  # data.image and data.video, for saved folders
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -56,13 +56,13 @@ class Processor:
     def __call__(
         self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: "Sequence[Video | VideoFile]" = ()
     ) -> Prompt:
-        """Render and tokenize a prompt, and compute the patches of its images and videos.
+        """Render and tokenize a prompt, and compute patches of its images and videos.
 
         Args:
-            messages: see data/messages.py. An image or video part may have options, such as {"type": "image",
-                "max_pixels": 200704}, which are passed to ImageProcessor or Video.patches.
-            images: one image for each image part, in order.
-            videos: one video for each video part, in order.
+            messages: see data/messages.py. Image and video parts may have options for ImageProcessor or Video.patches,
+                such as {"type": "image", "max_pixels": 200704}.
+            images: one per image part, in order.
+            videos: one per video part, in order.
         """
         pieces = render(messages) if self.template is None else self.template.render(messages)
         pixel_values = []
@@ -72,10 +72,10 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # In Qwen3-VL's prompt, a timestamp such as "<0.3 seconds>" precedes each pair of frames of a video.
+        # Qwen3-VL: a timestamp such as "<0.3 seconds>" before each pair of video frames
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.insert_timestamps(pieces, grids, seconds)
-        # torch.cat refuses an empty list, so a prompt without images needs an empty tensor
+        # for prompts without images: torch.cat refuses an empty list
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -87,10 +87,9 @@ class Processor:
     def media_patches(
         self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield (patches, patch grid, seconds) for each image and video of a prompt.
+        """Yield (patches, patch grid, seconds) per image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. `seconds` is 0 for images; for videos, see
-        Video.patches.
+        Patch grid: patches in time, height and width. Seconds: 0 for images, see Video.patches for videos.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -99,42 +98,42 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize texts and control tokens. A placeholder is repeated once for each token of its image or video.
+        """Tokenize texts and control tokens; placeholders are repeated per image or video token.
 
         Args:
-            pieces: text and control tokens, as `render` returns them.
-            grids: (t, h, w) for each image and video, in order.
+            pieces: text and control tokens, from `render`.
+            grids: (t, h, w) per image and video, in order.
         Returns:
-            The list of token ids of each piece.
+            Token ids per piece.
         """
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
-            piece_ids = self.tokenizer.encode(piece)  # a control token has one id
+            piece_ids = self.tokenizer.encode(piece)  # one id for a control token
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns unchanged; the subclass ToolProcessor merges tool results into assistant turns."""
+        """Return an answer's turns; ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's pieces unchanged; the subclass ToolProcessor marks tool results as not trained."""
+        """Return an answer's pieces; ToolProcessor marks tool results as not trained."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
-        """Decode a completion's token ids to text, without the stop token."""
+        """Decode a completion to text, without the stop token."""
         id_list = ids.tolist()
         if id_list and id_list[-1] in self.stop_token_ids:
             id_list = id_list[:-1]
         return self.tokenizer.decode(id_list)
 
     def decode_assistant_turn(self, completion: Completion) -> str:
-        """Decode the tokens that the policy wrote, without tool results.
+        """Decode the policy's tokens, without tool results.
 
-        If the chat template ends a prompt with an opening tag such as "<think>", the decoded text begins with the tag.
+        If prompts end with an opening tag such as "<think>", the text begins with it.
         """
         generation_prefix = self.template.generation_prefix if self.template else ""
         return generation_prefix + self.decode(completion.ids[completion.policy_mask])
@@ -143,12 +142,12 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield (image or video, its options) for each image part and video part of the messages, in order."""
+    """Yield (image or video, options) per image and video part, in order."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # The generator decodes one image at a time, so that the decoded images do not fill the memory.
+    # one image at a time: decoded images could fill the memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -161,18 +160,16 @@ def encode_completion(
     images: Sequence[PIL.Image.Image] = (),
     videos: "Sequence[Video | VideoFile]" = (),
 ) -> Completion:
-    """Tokenize a demonstrated answer for SFT, and mark the tokens that the model must learn to write.
+    """Tokenize a demonstrated answer for SFT, and mark the tokens to learn.
 
-    An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
-    turns. User and tool turns, and images in any turn, are context on which no loss is computed.
-
-    If the chat template drops the thoughts of earlier turns, Completion.turns has one Completion per assistant turn,
-    whose prompt contains all earlier turns.
+    Answers end with <|im_end|>. Completion.policy_mask is True only for tokens in assistant turns; user and tool turns,
+    and all images, are context without a loss. If the chat template drops earlier thoughts, Completion.turns has one
+    Completion per assistant turn, whose prompt contains all earlier turns.
 
     Args:
-        messages: the prompt; see data/messages.py.
-        completion: a text, or turns that begin and end with an assistant turn.
-        images, videos: the prompt's images and videos.
+        messages: prompt; see data/messages.py.
+        completion: text, or turns that begin and end with an assistant turn.
+        images, videos: of the prompt.
     """
     (_, first), *later = encode_windows(processor, messages, completion)
     if not later:
@@ -199,10 +196,10 @@ def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> C
 def encode_windows(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> list[tuple[list[dict], Completion]]:
-    """Tokenize an answer as one sequence, or turn by turn if the chat template drops the thoughts of earlier turns.
+    """Tokenize an answer as one sequence, or per turn if the chat template drops earlier thoughts.
 
     Returns:
-        For each sequence, its prompt's messages and the tokens that follow this prompt.
+        (prompt messages, tokens after this prompt) per sequence.
     """
     turns = as_turns(completion)
     check_ends(turns)
@@ -237,10 +234,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return the images in the parts of turns, in order.
-
-    If a part holds a function that decodes the image file, the function is called.
-    """
+    """Return the images in turns, in order; parts may hold a function that decodes the file."""
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]
     return [image for image in decoded if isinstance(image, PIL.Image.Image)]

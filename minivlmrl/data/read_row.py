@@ -1,10 +1,10 @@
-"""Convert a row of a data file to a Row object: a prompt, its images and videos, and answers.
+"""Convert a row of a data file to a Row: prompt, images and videos, answers.
 
 split_answers   the prompt's turns, and the answers
-read_media      the columns image, images, video and videos
-place_media     assigns each image and video to a part of a message
+read_media      columns image, images, video and videos
+place_media     images and videos to message parts
 
-These functions expect a row that row_checks.check_columns has checked.
+Rows have passed row_checks.check_columns.
 """
 
 from itertools import takewhile
@@ -28,10 +28,10 @@ Answers = dict[str, str | list[dict]]
 
 
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
-    """Convert a row's columns to a Row object without images, and list the prompt's images and videos in order.
+    """Convert columns to a Row without images, and list the prompt's images and videos in order.
 
-    An image part of an answer contains the image's Media under the key "image". If the answers `chosen` and `rejected`
-    of a pair contain images, both contain the same images.
+    Image parts of an answer have their Media under "image". If `chosen` and `rejected` contain images, both contain the
+    same ones.
     """
     place, prompt, answers = split_answers(columns, options.prompt_template)
     row_media = read_media(columns)
@@ -43,7 +43,7 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
             conversation, media = place_media([*prompt, *as_turns(answers[name])], row_media, options)
             messages = conversation[: len(prompt)]
             answers[name] = take_images(conversation[len(prompt) :], media)
-    if not showing:  # all images of the row belong to the prompt
+    if not showing:  # all images are in the prompt
         with error_context(f"column {place!r}"):
             messages, media = place_media(prompt, row_media, options)
     messages = add_system_prompt(messages, options.system_prompt)
@@ -52,17 +52,16 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
 
 
 def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answers]:
-    """Split a row into its prompt and its answers, as docs/data.md describes.
+    """Split a row into prompt and answers, as in docs/data.md.
 
     Args:
-        template: data.prompt_template, with {problem} or with the whole question.
-
+        template: data.prompt_template, with {problem} or the whole question.
     Returns:
-        The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
+        Prompt column (for error messages), prompt turns, and {column: answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # the same question for all rows
+    if "{problem}" not in template:  # same question in all rows
         texts = {"problem": template}
         template = "{problem}"
     if not texts:
@@ -90,9 +89,9 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys without a value, but give every turn its content, because a turn with tool_calls may have none.
+    """Remove keys without a value, but give every turn a content, which turns with tool_calls may lack.
 
-    A table that has a key in one turn or part has the key in all of them.
+    Tables with a key in one turn or part have it in all.
     """
     if isinstance(text_or_turns, str):
         return text_or_turns
@@ -109,7 +108,7 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the turns that the conversations `chosen` and `rejected` both begin with."""
+    """Return the turns that begin both `chosen` and `rejected`."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -129,22 +128,22 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return the column that contains an answer, such as `completion`, or `messages`, which holds prompt and answer."""
+    """Return an answer's column, such as `completion`, or `messages` for prompt and answer."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move the images of an answer from the end of the list `media` into the image parts of the answer's turns."""
+    """Move an answer's images from the end of `media` into its image parts."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # RowFile.load replaces the Media with a function that loads the image
+        part["image"] = media.pop()  # RowFile.load replaces Media by a function that loads the image
     return answer
 
 
 def shows_media(turns: str | list[dict]) -> bool:
-    """Return True if an answer has an image part, or the tag <image> in a user or tool turn."""
+    """Return True for an answer with an image part, or <image> in a user or tool turn."""
     if isinstance(turns, str):
         return False
     others = [turn for turn in turns if turn["role"] != "assistant"]

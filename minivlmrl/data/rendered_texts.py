@@ -1,4 +1,4 @@
-"""Check that a conversation rendered by a chat template contains the texts of all messages."""
+"""Check that a rendered conversation contains all message texts."""
 
 import contextlib
 import json
@@ -10,22 +10,20 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# thoughts at the beginning of an answer; the first tag <think> is missing if the prompt ends with <think>
+# leading thoughts; <think> is missing if the prompt ends with it
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first message text that a chat template did not render.
+    """Describe the first message text that a chat template left out.
 
-    A chat template may change whitespace and the order of texts, and escape the arguments of tool calls as in JSON.
+    Templates may change whitespace and order, and escape tool call arguments as JSON.
 
     Args:
-        history: number of earlier messages. Their thoughts may be missing, because templates of reasoning models drop
-            the thoughts of earlier turns.
-
+        history: number of earlier messages, whose thoughts may be missing: templates of reasoning models drop them.
     Returns:
-        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end of a sentence, or
-        None if no text is missing.
+        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", to end a sentence; None =
+        complete.
     """
     compact = _compact(rendered)
     texts, calls = [], []  # (text, message number, kind)
@@ -42,7 +40,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove all whitespace from a text, and normalize its characters to NFC, as tokenizers do."""
+    """Remove whitespace from a text, and normalize to NFC, as tokenizers."""
     return "".join(normalize("NFC", text).split())
 
 
@@ -55,21 +53,21 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # Longer texts are found and removed first, so that a short text is not found inside a longer text.
+    # longer texts first: a shorter text could be part of one
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # the space prevents a match across the removed text
+            compact = f"{before} {after}"  # space: no match across the removed text
     return sorted(missing)
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
-    skipped = 0  # number of first characters that belong to the thought
+    skipped = 0  # leading characters of the thought
     if message["role"] == "assistant":
         if not is_history:
             yield from (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
@@ -81,11 +79,11 @@ def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
 
 
 def _call_texts(calls: Plain) -> Iterator[str]:
-    """Yield all names and texts in tool calls, at any depth."""
+    """Yield names and texts in tool calls, at any depth."""
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # the template gets no nulls, because Parquet fills missing keys with null
+                continue  # without nulls, with which Parquet fills missing keys
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):
@@ -96,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # a call's arguments can be JSON text
+            parsed = json.loads(calls)  # arguments can be JSON text
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return
@@ -104,7 +102,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the forms in which chat templates may write a text: unchanged, or escaped as JSON once or twice."""
+    """Return a text as templates may write it: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

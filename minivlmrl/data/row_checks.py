@@ -1,7 +1,7 @@
-"""Check a row of a data file once, when the file is opened; reading the row again skips these checks.
+"""Check rows when a file is opened, not when they are read again.
 
 check_columns    types of values, and turns
-check_prompts    one prompt for each row
+check_prompts    one prompt per row
 check_texts      texts with lists, tags or markup of other projects
 check_question   after read_row: a question without text or images
 check_answers    after read_row: empty answers, and pairs of identical answers
@@ -42,14 +42,14 @@ from minivlmrl.data.rows import Row
 from minivlmrl.errors import error_context, pluralize, require, truncate
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
-TURN_KEYS = {  # {role: the keys of its turns}
+TURN_KEYS = {  # role: keys of its turns
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
     "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # with the name and id of the tool call
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the tool call
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
-# usual names of columns with images or videos
+# usual names of image and video columns
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -58,20 +58,20 @@ SUFFIXES = {
     "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
     "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
 }
-# a path or URL, with or without a query
+# path or URL, perhaps with a query
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
-# the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
+# first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# a conversation that a chat template has already rendered
+# conversation already rendered by a chat template
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# Tags of other projects: ms-swift marks names and boxes from its column `objects`, Qwen-VL writes the path of an image
-# between <img> tags, MMMU writes <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>.
+# tags of other projects: ms-swift (names and boxes of column `objects`), Qwen-VL (image path between <img> tags), MMMU
+# <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
-LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # beginning of a list of objects or texts in JSON or Python
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a list of objects or texts in JSON or Python
 
 
 def checked_row(
@@ -80,14 +80,13 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        columns: the row's columns with their new names.
-        required: columns that the row must have; "problem" means any prompt column.
-        known: columns that a stage or a reward reads, or that data.columns names.
-        folder: folder that relative paths start from.
-
+        columns: with their new names.
+        required: columns that the row must have; "problem" = any prompt column.
+        known: columns that a stage or reward reads, or data.columns names.
+        folder: for relative paths.
     Raises:
-        ValueError: the row is invalid.
-        LayoutError: the row has the layout of another project.
+        ValueError: invalid row.
+        LayoutError: layout of another project.
     """
     check_columns(columns, known)
     check_prompts(columns, options.prompt_template)
@@ -100,23 +99,23 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # If the images are in a misspelled column, such as `imge`, the error of check_unread names the column.
+        # check_unread names a misspelled image column, such as `imge`
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may keep a column with an additional image for a reward
+    if shown:  # data.columns may keep an additional image for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise ValueError if a column that is read has a value of the wrong type, or a turn is invalid."""
+    """Raise ValueError for an invalid turn, or a value of the wrong type in a column that is read."""
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other data
+        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings elsewhere
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a text with at most one <answer> tag")
@@ -134,7 +133,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise ValueError if a row has several prompts, or one although data.prompt_template has no {problem}."""
+    """Raise ValueError for several prompts, or for one if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
@@ -148,17 +147,17 @@ def check_prompts(columns: dict, template: str):
 
 
 def declares_tools(value: Plain) -> bool:
-    """Return True for a list of tools such as {"type": "function", "function": {...}}, or for its JSON text."""
+    """Return True for a list of tools such as {"type": "function", "function": {...}}, or its JSON text."""
     items = literal_list(value) if isinstance(value, str) else value
     keys = {"function", "parameters", "input_schema"}
     return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a turn is invalid, or has a key or an image that would be ignored.
+    """Raise ValueError for an invalid turn, or one with a key or image that would be ignored.
 
     Args:
-        is_prompt: True for the `prompt` column, on which no loss can be computed.
+        is_prompt: column `prompt`, which has no loss.
     """
     foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
     if foreign:
@@ -182,10 +181,10 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise ValueError if a turn has an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
+    """Raise ValueError for an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-    except ValueError as error:  # `convert` drops such keys, and counts them
+    except ValueError as error:  # `convert` drops and counts such keys
         raise LayoutError(error) from error
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())
@@ -201,7 +200,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise ValueError if a part or a tool call of a turn contains something that would be ignored."""
+    """Raise ValueError for a part or tool call with content that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise ValueError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -219,7 +218,7 @@ def check_parts(turn: dict, name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError if a text contains a list of turns or images, a rendered conversation, or foreign tags."""
+    """Raise LayoutError for a list of turns or images, a rendered conversation, or foreign tags in a text."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):
@@ -241,13 +240,13 @@ def check_texts(columns: dict):
 
 
 def literal_list(text: str) -> list | None:
-    """Return the list of objects or texts that a text contains in JSON or as a Python literal, or None."""
+    """Return the list of objects or texts that a text contains in JSON or Python, or None."""
     value = parse_literal(text) if LIST.match(text) else None
     return value if isinstance(value, list) else None
 
 
 def parse_literal(text: str) -> Plain:
-    """Parse a text as JSON or as a Python literal; return None if it is neither."""
+    """Parse a text as JSON or a Python literal, None = neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -257,7 +256,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True if a text contains a list of turns, or if a question is a list with one text."""
+    """Return True for a text with a list of turns, or a question that is a list of one text."""
     items = literal_list(text) or []
     if len(items) == 1 and isinstance(items[0], str):
         return column in PROMPTS
@@ -266,7 +265,7 @@ def is_list_text(text: str, column: str) -> bool:
 
 
 def check_question(columns: dict, media: Sequence[Media]):
-    """Raise ValueError for a question without text, images or videos; a question may consist of images alone."""
+    """Raise ValueError for a question without text, images or videos."""
     for name in PROMPTS:
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
@@ -277,9 +276,9 @@ def check_question(columns: dict, media: Sequence[Media]):
 
 
 def check_answers(row: Row, columns: dict):
-    """Raise ValueError for a blank answer, an answer without a turn to train on, or a pair of identical answers."""
+    """Raise ValueError for a blank or untrained answer, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    said = {}  # an answer's turns, with the texts of a turn joined
+    said = {}  # turns per answer, with joined texts
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -289,7 +288,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # whole conversations in addition to a prompt, which `convert` can read
+            except ValueError as error:  # whole conversations in addition to a prompt; `convert` can read them
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -307,7 +306,7 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise ValueError if a row lacks a column that a stage or a reward needs."""
+    """Raise ValueError if a column for a stage or reward is missing."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
@@ -321,13 +320,13 @@ def check_required(row: Row, required: Collection[str]):
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise ValueError if a row's column contains an image or video that the model would not see.
+    """Raise ValueError for an image or video in a column that the model would not see.
 
-    Images are found at any depth of a column, as a path, URL, data URI, base64 text or bytes.
+    Images are found at any depth, as path, URL, data URI, base64 text or bytes.
 
     Args:
-        media: the images and videos that the model sees.
-        known: columns that may contain images for other purposes, because data.columns or a reward mentions them.
+        media: images and videos that the model sees.
+        known: columns that may have images for other purposes: named by data.columns or a reward.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -349,7 +348,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # Yield only the bytes of Hugging Face's {"bytes": ..., "path": ...}, because the path names the same image.
+        # only the bytes of Hugging Face's {"bytes": ..., "path": ...}: the path is the same image
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -359,20 +358,20 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if a value is the content or the name of an image or video file, otherwise None."""
+    """Return "image" or "video" for the content or name of a media file, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # A text with spaces may be a sentence, such as "Describe cat.png", so the file must exist.
+        # a text with spaces, such as "Describe cat.png", must be an existing file
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two names may refer to the same file, such as "/cats/1.png" and "1.png"."""
+    """Return True if two names may be the same file, such as "/cats/1.png" and "1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:

@@ -1,6 +1,6 @@
-"""Read the rows of data files in the formats JSON Lines, JSON and parquet.
+"""Read rows of JSON Lines, JSON and parquet files.
 
-The text of a JSON file stays in memory. Rows of a parquet file are loaded from the disk when they are read.
+The text of JSON files stays in memory; rows of parquet files are loaded from disk at use.
 """
 
 import bisect
@@ -20,23 +20,22 @@ from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json,
 
 # types in parquet files that JSON does not have; values of these types are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
-WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys of an object that contains all rows
-# files in a folder that `minivlmrl convert` has written
+WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys of an object with all rows
+# files in a folder written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
-SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # characters that begin a list, separate its items, or end it
-# JSON decoder for rows, which refuses repeated keys, and converts NaN and Infinity to None
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a list
+# for rows: refuses repeated keys, converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Open the rows of a file, a folder, or one split of a folder, as in "folder@train".
+    """Open the rows of a file, a folder, or one split of a folder: "folder@train".
 
     Raises:
-        ValueError: the file does not exist or cannot be read, or it is not clear which file in the folder contains the
-            rows.
+        ValueError: missing or unreadable file, or several candidates in the folder.
     """
     path, split = split_of(path)
-    if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
+    if isdir(path):  # os.path: pathlib raises OSError for too long names
         return _open_folder(path, split)
     if not isfile(path):
         raise ValueError(
@@ -54,7 +53,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def split_of(path: str | Path) -> tuple[Path, str | None]:
-    """Split "folder@train" into the folder and the name of the split, which is None for a path without a split."""
+    """Split "folder@train" into folder and split, split None for plain paths."""
     folder, _, split = str(path).rpartition("@")
     if split and isdir(folder) and not (isfile(path) or isdir(path)):
         return Path(folder), split
@@ -80,7 +79,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # Error messages shorten long quoted texts, so a long path is escaped with backslashes instead of quotes.
+    # messages shorten long quotes, so long paths are escaped with backslashes
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -92,7 +91,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
-    # for example, the file train-00000-of-00002.parquet belongs to the split "train"
+    # train-00000-of-00002.parquet: split "train"
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
@@ -107,7 +106,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
         return Arrow(parquet_files)
     row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
-    if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # files of save_to_disk
+    if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # written by save_to_disk
         raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
     row_files = _without_converted(row_files)
     if len(row_files) > 1:
@@ -131,10 +130,10 @@ def read_text(path: Path) -> str:
 
 
 def find_coco(path: Path, text: str) -> dict:
-    """Return the object of a file in COCO's format, and {} for a file of rows.
+    """Return the object of a COCO file, {} for a file of rows.
 
     Raises:
-        ValueError: the file is another object that contains all rows.
+        ValueError: another object with all rows.
     """
     try:
         content, end = ROW_DECODER.raw_decode(text.strip())
@@ -151,7 +150,7 @@ def find_coco(path: Path, text: str) -> dict:
 
 
 class Lines:
-    """The rows of a file in the format JSON Lines, or of a file that contains a JSON list."""
+    """Rows of a JSON Lines file, or of a JSON list."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -169,9 +168,9 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return (line number, text) of each item in a JSON list. The list may contain line breaks anywhere."""
+        """Return (line number, text) per item of a JSON list, with line breaks anywhere."""
         rows = []
-        separator = SEPARATOR.search(content)  # the opening bracket, later the commas
+        separator = SEPARATOR.search(content)  # opening bracket, later commas
         start = 0
         line_number = 1
         while separator and separator[1] != "]":
@@ -194,7 +193,7 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return the file and line number of a row, such as "rows.jsonl:3", for error messages."""
+        """Return file and line of a row, such as "rows.jsonl:3", for error messages."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
@@ -207,9 +206,9 @@ class Lines:
 
 
 class Arrow:
-    """The rows of one or more parquet files, in the order of the files.
+    """Rows of parquet files, in file order.
 
-    Reading a row of a parquet file loads a whole row group, so the last 4 row groups are cached.
+    Reading a row loads its whole row group; the last 4 are cached.
     """
 
     def __init__(self, paths: list[Path]):
@@ -218,9 +217,9 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: path of the file, index of the file's first row, open file, index of the group in the file
+        # per row group: path, first row index of the file, open file, index in the file
         self.groups = []
-        self.starts = [0]  # each group's first row index, then the total row count
+        self.starts = [0]  # first row index per group, then the total
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -241,7 +240,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Return a row's file and the row's index in the file, such as "a.parquet: row 0"."""
+        """Return file and row index, such as "a.parquet: row 0"."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -254,13 +253,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example, for a year that Python does not support
+            except (OverflowError, OSError) as error:  # for example, a year that Python does not support
                 raise ValueError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, and replace each value of the given types with the result of `change`."""
+    """Copy nested lists and dicts, with `change` applied to values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

@@ -1,7 +1,6 @@
-"""Measure the rows of a dataset in tokens, and find rows that are too long.
+"""Measure rows in tokens, and find rows that are too long.
 
-A row's facts give an estimate of its size. A row is read again, and its prompt is tokenized, only if this estimate is
-not enough. Its images are not decoded.
+Row facts give an estimate. Only if it is not enough, a row is read and its prompt tokenized, without decoding images.
 """
 
 import math
@@ -18,23 +17,23 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
 from minivlmrl.errors import error_context, pluralize
 
-MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
-TOKEN_BYTES = 3  # rough number of text bytes per token, for estimates that are only used to sort rows
+MARKUP = 1000  # maximum tokens that a chat template adds to a prompt
+TOKEN_BYTES = 3  # rough bytes per token, for sorting only
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """The token and image counts of a row; the defaults describe a typical row with one image."""
+    """Token and image counts of a row; defaults: a typical row with one image."""
 
-    text_tokens: int = 200  # text tokens in the prompt
-    image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
-    frames: int = 1  # number of equally large images with image_tokens in total; two video frames count as one
-    answer_tokens: int | None = None  # of the longest given answer; None without an answer
-    longest: int = 0  # tokens in the longest sequence, a prompt with an answer or with a part of its turns
-    where: str = ""  # the row's file and line
+    text_tokens: int = 200  # in the prompt
+    image_tokens: int = 1000  # in the prompt, after merging patches
+    frames: int = 1  # equally large images that share image_tokens; two video frames count as one
+    answer_tokens: int | None = None  # longest given answer, None = no answer
+    longest: int = 0  # longest sequence in tokens: prompt with an answer, or with some of its turns
+    where: str = ""  # file and line
     media: str = ""  # image and video sizes, for messages
     has_videos: bool = False
-    index: int = 0  # index of the row in its dataset
+    index: int = 0  # in its dataset
 
     @property
     def prompt_tokens(self) -> int:
@@ -42,12 +41,12 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """Rough cost of a row: tokens in the decoder plus image tokens in the vision tower."""
+        """Rough cost: decoder tokens plus vision tower tokens."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 
 class PatchCounter(ImageProcessor):
-    """An image processor that computes the patch grid of an image, but no pixel values."""
+    """Image processor that computes patch grids, but no pixel values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, Grid]:
         depth = math.ceil(len(frames) / self.temporal_patch_size)
@@ -55,7 +54,7 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        """Return the number of tokens of an image with this width and height."""
+        """Return the tokens of an image of this size."""
         _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]  # reads the size
         return self.num_tokens(grid)
 
@@ -65,7 +64,7 @@ def patch_counter(processor: Processor) -> PatchCounter:
 
 
 def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
-    """Count the tokens of a row; only the sizes of its images and videos are used."""
+    """Count a row's tokens from the sizes of its images and videos."""
     counter = replace(processor, image_processor=patch_counter(processor))
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
@@ -95,13 +94,12 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
 
 
 def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequence[str] = ()) -> RowSize:
-    """Count the tokens of a row; a row is read and measured only once for each processor.
+    """Count a row's tokens; rows are read and measured once per processor.
 
     Args:
-        answers: names of the answers that are measured, such as ("chosen", "rejected").
-
+        answers: to measure, such as ("chosen", "rejected").
     Raises:
-        ValueError: an image is unreadable, or the processor refuses its size.
+        ValueError: unreadable image, or a size that the processor refuses.
     """
     facts = rows.facts[index]
     file = facts.file
@@ -109,7 +107,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # the row was already measured with its answers
+    if not answers and sizes:  # already measured with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -126,10 +124,10 @@ def row_sizes(
     answers: Sequence[str] = (),
     unreadable: list[str] | None = None,
 ) -> Iterator[RowSize]:
-    """Yield the sizes of the rows with the given indices.
+    """Yield the sizes of rows by index.
 
     Args:
-        unreadable: list that collects the errors of unreadable rows; None raises them.
+        unreadable: collects errors of unreadable rows, None = raise them.
     """
     for index in indices:
         try:
@@ -144,33 +142,33 @@ def row_sizes(
 
 
 def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
-    """Return the number of image tokens in a row, or infinity if it cannot be computed without reading the row."""
+    """Return a row's image tokens, infinity if the row would have to be read."""
     if facts.num_videos or any(size is None for size, _ in facts.images):
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # the processor refuses the size; reported, or skipped, when the image is used
+    except ValueError:  # size refused by the processor; reported or skipped at use
         return math.inf
 
 
 def text_bytes(facts: RowFacts, answers: Sequence[str] = ()) -> int:
-    """Return the bytes in the texts of a row's prompt and of the given answers."""
+    """Return the bytes of prompt and answer texts."""
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 
 
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator[RowSize]:
-    """Yield the size of each row whose prompt and longest answer exceed `limit` tokens.
+    """Yield sizes of rows whose prompt and longest answer exceed `limit` tokens.
 
-    If skip_unreadable is False, an unreadable row raises ValueError.
+    Unreadable rows raise ValueError unless skip_unreadable.
     """
     if not isinstance(rows, FileDataset):
-        return  # the rows of data.task are all similar
+        return  # rows of data.task are similar
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):
-        # a token has at least one byte, so a text cannot have more tokens than bytes
+        # a token has at least one byte: no more tokens than bytes
         if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)

@@ -1,4 +1,4 @@
-"""Define the data classes Row (one example), Prompt (a row's question as tensors) and Completion (an answer)."""
+"""Data classes Row (an example), Prompt (its question as tensors) and Completion (an answer)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,46 +15,44 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prompt:
-    """One row's question, as tensors."""
+    """A row's question as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # (patches, values per patch), in the dtype of ImageProcessor: the patches of all images and videos, in order
+    # (patches, values per patch) of all images and videos in order, dtype of ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    # output of a frozen vision tower for the prompt's images; None if the output has not been computed
+    # vision tower output of a frozen tower, None = not computed
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # If Prompt.row were a dataclass field, FSDP2 would copy the row in each forward pass.
+        # no dataclass field: FSDP2 would copy the row in every forward pass
         self.row: Row | None = None
 
 
 @dataclass
 class Completion:
-    """An answer to a prompt, sampled or demonstrated.
+    """A sampled or demonstrated answer.
 
-    A completion keeps its token ids, because decoding the ids and tokenizing the text again can give different ids.
+    Token ids are kept: decoding and tokenizing again can give other ids.
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    # (C,) float32: log-probabilities of the tokens in nats, at the sampling temperature (1 for greedy decoding). None
-    # for an answer that was not sampled.
+    # (C,) float32 log-probabilities in nats, at sampling temperature (1 for greedy); None = not sampled
     logps: Tensor | None = None
-    # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
+    # ended by a stop token or stop string, not by max_new_tokens
     stopped: bool = True
-    # (C,) bool: True for each token that the policy wrote, False for tokens from a tool or user; None means that the
-    # policy wrote all tokens
+    # (C,) bool: False for tokens of a tool or user; None = all from the policy
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): token i was chosen from the counts[i] ids that top_k, top_p and min_p kept; `ids` lists them all
+    # (counts, ids): token i was drawn from counts[i] ids kept by top_k, top_p and min_p; `ids` has them all
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
-    environment: Any = None  # the Environment that the tools belong to; see extras/agents/environment.py
-    # (tool calls, failed tool calls, True if a tool result was too long for the completion)
+    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in turns
+    environment: Any = None  # Environment of the tools; see extras/agents/environment.py
+    # (tool calls, failed calls, True if a result was too long)
     calls: tuple[int, int, bool] = (0, 0, False)
-    extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    turns: "Sequence[Completion]" = ()  # one for each assistant turn if each turn has its own prompt
-    prompt: Prompt | None = None  # prompt of a single turn
+    extra: dict = field(default_factory=dict)  # values from log_extra, as in TRL
+    turns: "Sequence[Completion]" = ()  # one per assistant turn if turns have their own prompts
+    prompt: Prompt | None = None  # of a single turn
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -62,10 +60,10 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Return the log-probabilities (C,) of a sampled completion's C tokens.
+        """Return log-probabilities (C,) of a sampled completion.
 
         Raises:
-            AssertionError: the completion is a demonstrated answer, which has no log-probabilities.
+            AssertionError: the answer is demonstrated, without log-probabilities.
         """
         assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
@@ -73,37 +71,37 @@ class Completion:
 
 @dataclass
 class Row:
-    """One training example: a prompt, its images and videos, and its columns and answers."""
+    """A training example: prompt, images and videos, columns and answers."""
 
-    messages: list[dict]  # the prompt; see data/messages.py
-    images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
-    # {column: value}, such as problem and solution; reward functions get the values as arguments
+    messages: list[dict]  # prompt; see data/messages.py
+    images: Sequence[PIL.Image.Image]  # one per image part of the prompt, in order
+    # such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT: a text, or turns; an image in a turn is a function that decodes the image file
+    # demonstrated answer for SFT, text or turns; an image in a turn is a function that decodes the file
     completion: str | list[dict] | None = None
-    chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
-    rejected: str | list[dict] | None = None  # the worse answer
-    # one video for each video part in the prompt, in order
+    chosen: str | list[dict] | None = None  # better answer of a pair
+    rejected: str | list[dict] | None = None  # worse answer
+    # one per video part of the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
-    where: str = ""  # the row's file and line, for error messages
-    key: str = ""  # text that seeds all random numbers for this row
-    index: int = -1  # the row's index in its dataset
-    prepared_prompt: Prompt | None = None  # computed in advance by a thread of the loader
+    where: str = ""  # file and line, for error messages
+    key: str = ""  # seed of all random numbers of the row
+    index: int = -1  # index in its dataset
+    prepared_prompt: Prompt | None = None  # computed in advance by a loader thread
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Convert the question to tensors, unless a thread has done so in advance.
+        """Convert the question to tensors, if no thread has done so.
 
         Args:
-            processor: function that takes messages, images and videos, such as a Processor.
+            processor: (messages, images, videos) -> Prompt, such as a Processor.
         Raises:
-            ValueError: the prompt is invalid. The message begins with the row's file and line.
+            ValueError: invalid prompt; the message begins with file and line.
         """
         if self.prepared_prompt is not None:
             return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # image sizes, for example, are only checked here
-            if not self.where or str(error).startswith(self.where):  # an error about an image already names the row
+        except ValueError as error:  # image sizes, for example, are checked here
+            if not self.where or str(error).startswith(self.where):  # image errors already name the row
                 raise
             raise ValueError(f"{self.where}: {error}") from error
         prompt.row = self
@@ -114,12 +112,12 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) for sampling completions.
+    """Return random numbers in [0, 1) for sampling.
 
-    Each text in `keys` seeds the random numbers of one prompt, so that completions do not depend on batches or ranks.
-
+    Args:
+        keys: seed text per prompt, so completions do not depend on batches or ranks.
     Returns:
-        (keys * num_generations, max_new_tokens) float64: one number per completion token.
+        (keys * num_generations, max_new_tokens) float64, one number per token.
     """
     shape = num_generations, max_new_tokens
     numbers = [random_numbers(key).random(shape) for key in keys]
@@ -127,5 +125,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy random generator that is seeded with a text's bytes."""
+    """Create a NumPy generator, seeded with the bytes of a text."""
     return numpy.random.default_rng(list(key.encode()))

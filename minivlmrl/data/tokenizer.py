@@ -1,4 +1,4 @@
-"""Load a tokenizer from a tokenizer.json, or train a tiny tokenizer on the texts of a task."""
+"""Load a tokenizer.json, or train a tiny tokenizer on the texts of a task."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -12,42 +12,42 @@ from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.errors import truncate
 from minivlmrl.json_files import read_json
 
-# Qwen2's control tokens, in the order of their ids (151643 to 151656 in published checkpoints)
+# Qwen2's control tokens by id (151643 to 151656 in published checkpoints)
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# control tokens that only a chat template may write: beginnings and ends of turns and documents, and placeholders
+# control tokens for chat templates only: starts and ends of turns and documents, and placeholders
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Regular expression that Qwen2 uses to split text into contractions, words, digits, ... before byte-pair encoding
+# Qwen2's split into contractions, words, digits, ... before byte-pair encoding
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files other than tokenizer.json that can list added tokens
+# other files with added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# text that tests a loaded tokenizer: encoding and decoding must not change the text
+# must survive encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` holds the control tokens
-    that no text can produce: "<|im_end|>" in a text is encoded as ordinary characters. The texts "<tool_call>" and
-    "<|box_start|>" become control tokens, as in transformers.
+    `special_tokens`: control tokens of Qwen2 and the backend, with ids. `structure`: control tokens that no text
+    produces, so "<|im_end|>" in a text is encoded as ordinary characters. "<tool_call>" and "<|box_start|>" become
+    control tokens, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
-        self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        # A tokenizer.json can enable truncation and padding, which would change the token ids of a text.
+        self.files: dict[str, bytes] = {}  # {name: content} of files to save
+        # truncation and padding of a tokenizer.json would change ids
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens: dict[str, int] = {}
@@ -60,14 +60,14 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set the control tokens that only a chat template may write."""
+        """Set the control tokens for chat templates only."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # so that the text "<|im_end|>" is encoded as ordinary characters
+        # "<|im_end|>" in a text is ordinary characters
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # some ids below the largest id may have no token
+        # some ids below the largest may have no token
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
@@ -81,20 +81,20 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode token ids to a text, including control tokens such as <|im_end|>."""
+        """Decode token ids to text, with control tokens such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
-        """Write a tokenizer.json in which all control tokens are special tokens."""
+        """Write a tokenizer.json with all control tokens as special tokens."""
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Copy a tokenizer, and mark only the added tokens with the given names as special tokens."""
+    """Copy a tokenizer, with only the named added tokens as special tokens."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # The library `tokenizers` cannot change the flag `special` of a token, so the tokenizer's JSON is changed instead.
+    # via JSON: `tokenizers` cannot change the flag `special`
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -102,7 +102,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, which must contain all tokens that the folder's other files list."""
+    """Load a tokenizer.json, which must contain all tokens of the folder's other files."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
@@ -112,7 +112,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
-        backend.add_tokens(listed)  # with their flags, such as lstrip
+        backend.add_tokens(listed)  # with flags, such as lstrip
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
             raise ValueError(f"{len(missing)} of the 256 byte values have no token")
@@ -124,7 +124,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ValueError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in the library's Rust code is a BaseException
+    except BaseException as error:  # a panic in Rust code is a BaseException
         raise ValueError(
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
@@ -139,7 +139,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def listed_tokens(folder: Path) -> list[AddedToken]:
     """List the tokens in TOKEN_FILES.
 
-    If tokenizer_config.json has the field added_tokens_decoder, only this file is read, as in transformers.
+    As in transformers, tokenizer_config.json with added_tokens_decoder is read alone.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")
@@ -166,11 +166,10 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on a list of texts.
+    """Train a byte-level BPE tokenizer.
 
     Args:
-        vocab_size: maximum number of tokens, including control tokens. A tokenizer always contains the 256 byte values,
-            even if this exceeds vocab_size.
+        vocab_size: maximum tokens with control tokens; the 256 byte values are always added.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()

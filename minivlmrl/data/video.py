@@ -1,6 +1,6 @@
-"""Resize video frames as qwen-vl-utils does, and cut them into patches; extras/video_files.py reads the files.
+"""Resize video frames as qwen-vl-utils, and cut them into patches; files: extras/video_files.py.
 
-The class extras/families/qwen3_vl.Videos samples and resizes videos for Qwen3-VL.
+Qwen3-VL samples and resizes in extras/families/qwen3_vl.Videos.
 """
 
 import math
@@ -15,19 +15,19 @@ from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKEN
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image
 from minivlmrl.load_extra import load_extra
 
-FRAME_FACTOR = 2  # the number of sampled frames is a multiple of FRAME_FACTOR
-TOTAL_TOKENS = 115_200  # default limit for a whole video, in image tokens of 28 * 28 pixels
-# maximum number of pixels in all sampled frames of a video: 6 GiB as RGB
+FRAME_FACTOR = 2  # frames sampled: a multiple
+TOTAL_TOKENS = 115_200  # default limit per video, in tokens of 28 * 28 pixels
+# pixels of all sampled frames: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """The frames that were sampled from a video, and the frame rate after sampling."""
+    """Frames sampled from a video, and their rate."""
 
-    frames: Sequence[PIL.Image.Image]  # all of the same size
+    frames: Sequence[PIL.Image.Image]  # all of one size
     fps: float  # sampled frames per second
-    # time of each frame in seconds; None means a constant frame rate, fps
+    # time per frame in seconds, None = constant rate fps
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -49,16 +49,14 @@ class Video:
         return replace(self, frames=[PIL.Image.new("RGB", self.frames[0].size, "gray")] * len(self.frames))
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
-        """Resize a video's frames, and cut the frames into patches.
+        """Resize frames, and cut them into patches.
 
-        With data.resize_backend=torch, patches are identical, bit for bit, to those of transformers'
-        Qwen2VLVideoProcessor. With data.resize_backend=pil, frames are resized exactly as in transformers' image
-        processor.
+        With data.resize_backend=torch, patches equal those of transformers' Qwen2VLVideoProcessor bit for bit; with
+        pil, frames are resized as in transformers' image processor.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal patches. For model
-            families that write timestamps into the prompt, the third value is a list with the time of each temporal
-            patch in seconds instead.
+            pixel_values, image_grid_thw (see image.patchify), and the seconds between temporal patches, or, for
+            families with timestamps in the prompt, a list with the time of each temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -75,9 +73,9 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is read later with a model's processor, because model families sample different frames."""
+    """Video file, read later with a model's processor: families sample different frames."""
 
-    load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
+    load: Callable[..., Video]  # load_video without frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -92,15 +90,15 @@ class VideoFile:
 
 
 def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Load a video's sampled frames.
+    """Load sampled frames of a video.
 
     Args:
-        source: a video file, given as in media.fetch_image, or a list of images, which are all used as frames.
-        folder: folder that relative paths start from.
-        frame_factor: the number of sampled frames is a multiple of this factor.
-        defaults: options that select frames of a video file; used only if `sampling` contains no such option.
-        sampling: options; see extras/video_files.sample_indices. The only option for a list of images is fps, the
-            number of sampled images per second (default 2), which qwen-vl-utils 0.0.14 calls `sample_fps`.
+        source: video file as in media.fetch_image, or a list of images, all used as frames.
+        folder: for relative paths.
+        frame_factor: sampled frames are a multiple of it.
+        defaults: frame selection options for a video file, if `sampling` has none.
+        sampling: options; see extras/video_files.sample_indices. A list of images has only fps, its images per second
+            (default 2), `sample_fps` in qwen-vl-utils 0.0.14.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -120,10 +118,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video with blank frames of the correct size and number.
-
-    The size and number of frames are read from the header of a video file. See load_video for the arguments.
-    """
+    """Return a video of blank frames, with size and number from the file header; arguments: load_video."""
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
         with open_image(source[0], folder) as image:
@@ -150,16 +145,15 @@ def check_size(nframes: int, width: int, height: int):
 
 
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-    """Compute the height and width in pixels that each frame of a video is resized to.
+    """Compute the resized height and width of a video's frames, in pixels.
 
     Args:
-        options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default: the areas of 128 and 768
-            tokens), and total_pixels, the limit for all frames (default: the area of 115200 tokens). A frame may use
-            twice its share of total_pixels, because two frames form one temporal patch. Instead of these bounds,
-            resized_height and resized_width can be given, as for an image.
+        options: min_pixels and max_pixels bound a frame's area in pixels (default: 128 and 768 tokens), total_pixels
+            that of all frames (default: 115200 tokens). A frame may use twice its share of total_pixels, because two
+            frames form one temporal patch. Alternatively, resized_height and resized_width, as for an image.
 
-    Source: the function fetch_video in qwen-vl-utils, which resizes the frames of a video file. A list of frames is
-    resized once, although qwen-vl-utils 0.0.14 resizes it twice.
+    Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once; qwen-vl-utils 0.0.14
+    resizes them twice.
     """
     options = check_options("video", options)
     factor = processor.factor
