@@ -39,7 +39,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def check_surrogates(text: str, content: Any):
-    """Raise ValueError for half of a surrogate pair, such as \ud800: valid JSON, but not encodable as UTF-8.
+    """Raise ValueError for half of a surrogate pair, such as \\ud800: valid JSON, but not encodable as UTF-8.
 
     Args:
         content: parsed value.
