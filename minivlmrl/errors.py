@@ -13,7 +13,7 @@ from traceback import extract_tb, print_exception
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# minivlmrl's own code: errors without a traceback
+# our own code: errors without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
 # user Python files, which recipes name as `file.py:name`
 USER_FILES: set[str] = set()
@@ -23,9 +23,9 @@ LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}"
 
 MAX_MESSAGE = 600  # longest error message, in characters
 
-SIMILAR = 0.75  # minimum similarity of a suggested name, 1 = equal
+SIMILAR = 0.75  # minimum similarity for a suggested name, 1 = equal
 
-# out-of-memory messages of PyTorch, CUDA and cuBLAS
+# PyTorch, CUDA and cuBLAS out of memory
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
@@ -47,7 +47,7 @@ class error_context(AbstractContextManager):
 def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that needs no traceback, otherwise None.
 
-    These are running out of memory, OSError, and a ValueError from minivlmrl. Errors in user code keep their traceback.
+    These are out of memory, OSError, and ValueError from minivlmrl. Errors in user code keep their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # with the size, if known
@@ -59,7 +59,7 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path matters most
+    is_path = isinstance(error, OSError) and len(line) < 500  # keep the file name
     return line if is_path else truncate_message(line)
 
 
@@ -81,7 +81,7 @@ def user_code(error: BaseException) -> str:
 
 
 def print_traceback(error: BaseException):
-    """Print the user's line and the message first, which often suffice, then the traceback."""
+    """Print the user's line and the message, which often suffice, then the traceback."""
     if line := user_code(error):
         notes = getattr(error, "__notes__", ())
         print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
@@ -140,7 +140,7 @@ class error_phase(AbstractContextManager):
 
     Args:
         name: as in the message.
-        rows: dataset rows of the block; the message names the longest.
+        rows: dataset rows in the block; the message names the longest.
     """
 
     def __init__(self, name: str, rows: Sequence = ()):
@@ -153,7 +153,7 @@ class error_phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Context manager: convert an ImportError to a ValueError that says what to install.
+    """Context manager: convert an ImportError to a ValueError with the command to install.
 
     Args:
         name: extra of minivlmrl, such as "video".

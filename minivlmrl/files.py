@@ -19,7 +19,7 @@ from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name, not path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # of a checkpoint with `save: adapter`
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # with `save: adapter`
 RUN_CONFIG = "config.yaml"  # in a run's folder: all options
 # beside weights: options that change answers, such as the system prompt
 INFERENCE_CONFIG = "minivlmrl.yaml"
@@ -36,7 +36,7 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model folder: model.safetensors, otherwise all shards.
+    """Return a model folder's weight files: model.safetensors, otherwise all shards.
 
     Raises:
         ValueError: no safetensors files, or a missing shard.
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_model_folder(folder: Path):
-    """Raise ValueError for a folder without a model, with advice for folders of runs and adapters."""
+    """Raise ValueError for a folder without a model, with advice for run and adapter folders."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
@@ -79,7 +79,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
 
 
 def digest(parts: Iterable) -> str:
-    """Compute the BLAKE2b hash of texts, buffers and file contents, 128 hex digits."""
+    """Hash texts, buffers and file contents with BLAKE2b, 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -109,7 +109,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; raise ValueError for a link to the outside."""
+    """Return a file's path in a folder; raise ValueError for a link to the outside."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -118,7 +118,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
-    """Return (inode, time, size) of JSON and safetensors files, which change if a file is replaced."""
+    """Return (inode, time, size) per JSON and safetensors file, to detect replaced files."""
     stamps = {}
     for path in (file for folder in folders for file in Path(folder).glob("*.*")):
         if path.suffix in (".json", ".safetensors"):
@@ -133,7 +133,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
     """Context manager: raise ValueError if files were replaced while the block read them.
 
     Args:
-        since: earlier file_stamps, default: at the start of the block.
+        since: earlier file_stamps, default: at block start.
     """
     since = file_stamps(*folders) if since is None else since
     failure = None
@@ -195,7 +195,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def flush_file(path: Path):
-    """Flush a file or folder to disk, to survive a crash of the machine."""
+    """Flush a file or folder to disk, to survive a machine crash."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder

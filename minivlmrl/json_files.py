@@ -8,7 +8,7 @@ from typing import Any
 
 from minivlmrl.errors import error_context, require
 
-LFS = b"version https://git-lfs"  # start of a pointer file
+LFS = b"version https://git-lfs"  # pointer file prefix
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, with or without the other half
 # what makes a file unreadable -> what to do
 CURES = {

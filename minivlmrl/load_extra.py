@@ -1,4 +1,4 @@
-"""Load modules from extras/, a folder that may be deleted."""
+"""Load modules from extras/, an optional folder."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,11 +10,11 @@ def has_extras() -> bool:
 
 
 def load_extra(target: str, user: str) -> Any:
-    """Import a module or object that the core knows only by name.
+    """Import an optional module or object by name.
 
     Args:
         target: "package.module" or "package.module:name", most often in minivlmrl.extras.
-        user: command, option value or model type that needs it, for the error message.
+        user: command, option value or model type, for the error message.
     Raises:
         ValueError: extras/ was deleted.
     """

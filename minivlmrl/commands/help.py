@@ -2,7 +2,7 @@
 
 minivlmrl train --help                          # all sections
 minivlmrl train --help grpo                     # one section
-minivlmrl train my_recipe.yaml --help my_stage  # section of your own stage
+minivlmrl train my_recipe.yaml --help my_stage  # your own stage
 """
 
 import ast
@@ -22,7 +22,7 @@ from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options of the named sections, by default of all."""
+    """Print options by section, default: all sections."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))
@@ -63,7 +63,7 @@ def format_option(option: Option) -> str:
 
 @cache
 def comments_of(section: type) -> dict[str, str]:
-    """Return {field: comments above and beside it} of a dataclass.
+    """Return {field: comments above and beside it} for a dataclass.
 
     The help page prints the comments in options.py, as pydoc does. No other code reads them.
     """

@@ -13,7 +13,7 @@ def set_up_process():
     # GNU OpenMP threads wait in a busy loop; at its default length, training was up to 15 times slower if other
     # processes used the same cores
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # expandable segments: less GPU memory fragmentation with steps of different lengths; not on WSL, where the first
+    # expandable segments: less GPU memory fragmentation if step lengths vary; not on WSL, where the first
     # allocation may fail (pytorch issue 192330)
     in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
@@ -24,7 +24,7 @@ def set_up_process():
 
 
 def keep_freed_memory():
-    """Let malloc keep freed memory: Linux would zero it for the next use, 1 to 4 % of a step."""
+    """Let malloc keep freed memory: Linux would zero it for the next use, 1 to 4 % per step."""
     if os.name != "posix":
         return
     libc = ctypes.CDLL(None)

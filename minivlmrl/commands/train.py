@@ -6,7 +6,7 @@ python train.py RECIPE --resume=auto         # continue from the newest checkpoi
 python train.py --help [SECTION]             # options and defaults
 torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 
-Without a clone of the repository: `minivlmrl train`.
+Without a clone: `minivlmrl train`.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Run `train` as one rank of a run, or print the options with --help."""
+    """Run `train` on this rank, or print the options with --help."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 

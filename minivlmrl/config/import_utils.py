@@ -1,7 +1,6 @@
 """Load functions and classes named in recipes: "name", "file.py:name" or "package.module:name".
 
-"name(option=1)" binds option=1. Errors in user code are not converted to ValueError: the traceback shows the user's
-line.
+"name(option=1)" binds option=1. Errors in user code keep their type and traceback.
 """
 
 import ast
@@ -54,7 +53,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def code_files() -> set[str]:
-    """Return user code files: those that a recipe loaded, and files beside or below that they import."""
+    """Return user code files: loaded by a recipe, or imported by those from beside or below."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -76,7 +75,7 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder of built-in recipes: beside the package in a clone, inside it in a wheel."""
+    """Return the built-in recipes folder: beside the package in a clone, inside it in a wheel."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
@@ -91,7 +90,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = path
     sys.modules[name] = module
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # for imports of files beside it
+        sys.path.append(os.path.dirname(path))  # for imports beside it
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -153,7 +152,7 @@ def check_function(kind: str, text: str, function: Any):
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class for an item of `stages`.
+    """Return the trainer class for an item in `stages`.
 
     Args:
         stage: name in the table, or "file.py:Class".
@@ -178,13 +177,13 @@ def load_function(
     names: Collection[str],
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
-    """Find the function of an option in section `grpo`, and adapt it to the arguments of its calls.
+    """Find the function for a `grpo` option, and adapt it to its calls.
 
     Args:
         option, text, table: option, value and built-in functions; see resolve_object.
-        section: options of the stage.
+        section: stage options.
         num_positional, names: see with_arguments.
-        convert: adapts other forms of the function.
+        convert: adapts other function forms.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
@@ -229,13 +228,13 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return a function's own signature, not that of a wrapped function; for modules, that of forward."""
+    """Return a function's own signature, without following wrappers; for modules, forward's."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters; for wrappers with **kwargs, also those of the wrapped function."""
+    """Return function parameters; for wrappers with **kwargs, including wrapped ones."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own
@@ -244,7 +243,7 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind options as keyword arguments; raise ValueError for unknown names and values out of bounds."""
+    """Bind options as keyword arguments; raise ValueError for unknown names or out-of-bounds values."""
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}

@@ -43,7 +43,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     """Load a recipe: a YAML file with the fields of RunConfig, and sections for the user's own stages.
 
     Args:
-        recipe: path, or name of a recipe in the folder `recipes`.
+        recipe: path, or name in the folder `recipes`.
         overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two texts "--seed" and "1"; values are YAML.
         is_found: recipe found beside a model, not named by the user. If it names a Python file, load_config raises
             ValueError before any code runs.
@@ -110,14 +110,14 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only `stages`, which determines the sections of a recipe."""
+    """Read only `stages`, which determines the recipe sections."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a subclass of RunConfig with a section per stage of the user."""
+    """Return a RunConfig subclass with a section per user stage."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -176,7 +176,7 @@ class Resolver:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # relative to the working directory: metric names contain a reward's path
+        # relative to the working directory: metric names contain reward paths
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -184,7 +184,7 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # in order of precedence
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # by precedence
         # for copies of built-in recipes, which name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
@@ -206,7 +206,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return a copy of recipe values, changed by an override such as "--grpo.beta=0.1"."""
+    """Copy recipe values, changed by an override such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -229,7 +229,7 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return all options of a run, with defaults, as a YAML recipe."""
+    """Return all run options, with defaults, as a YAML recipe."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
@@ -250,7 +250,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the text of minivlmrl.yaml: options that change answers."""
+    """Return minivlmrl.yaml: options that change answers."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -262,7 +262,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return adapter.quantize from the recipe or minivlmrl.yaml of an adapter."""
+    """Return adapter.quantize from an adapter's recipe or minivlmrl.yaml."""
     return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
 
 
@@ -279,7 +279,7 @@ def read_section(recipe: Path | None, name: str) -> dict:
 
 
 def _replace(values, path: list[str], value):
-    """Return a copy of a nested dict with a new value at a path such as ["grpo", "beta"]."""
+    """Copy a nested dict, with a new value at a path such as ["grpo", "beta"]."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

@@ -1,6 +1,6 @@
-"""Two forms of a user's loss: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
+"""Two forms for user losses: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
 
-For recipes and `minivlmrl parity`. Both return the loss, or the loss and a dictionary of metrics.
+For recipes and `minivlmrl parity`. Both return the loss, or (loss, {metric: value}).
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """All recipe options, one dataclass per section.
 
-A recipe is a YAML file with the fields of RunConfig. On the command line, `--grpo.beta=0.04` sets one option, and
+A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets one option, and
 `python train.py --help grpo` prints a section with the comments below. Your own training stage declares its options in
 its own file.
 """
@@ -40,12 +40,12 @@ class ModelOptions:
     dtype: Dtype = "float32"  # parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of saved weights; None keeps the dtype of the files in `path`, and `dtype` for random weights
+    # dtype for saving weights; None keeps that in `path`, or `dtype` for random weights
     save_dtype: Dtype | None = None
     # parts not to train: vision (vision tower), merger (projects its output), language, embeddings, or layers such as
     # layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the trained model
     freeze: list[Frozen] = field(default_factory=list)
-    # keep only the inputs of transformer blocks, and recompute activations in the backward pass
+    # keep only transformer block inputs, and recompute activations in the backward pass
     activation_checkpointing: bool = False
 
     def __post_init__(self):
@@ -61,16 +61,16 @@ class ModelOptions:
 class LoRAOptions:
     """LoRA adapters; the base model is frozen."""
 
-    # folder of trained PEFT adapters to train further; r, alpha and target must be the same as before
+    # folder with PEFT adapters to train further; keep r, alpha and target as before
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # LoRA rank; 0 trains without adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # adapter output is scaled by alpha / r
     # dropout on adapter inputs during training
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers with adapters: language (the decoder), vision, merger, a part of one model family (see docs/memory.md), or
+    # layers with adapters: language (the decoder), vision, merger, a family's own part (see docs/memory.md), or
     # a regular expression for layer names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores frozen weights in 4 bits (QLoRA): all linear layers of the decoder, and other layers with adapters
+    # nf4 stores frozen weights in 4 bits (QLoRA): all linear decoder layers, and other layers with adapters
     quantize: Literal["nf4"] | None = None
 
     def __post_init__(self):
@@ -99,7 +99,7 @@ class ReferenceOptions:
 
 @dataclass
 class ImageOptions:
-    """Image sizes, with the option names of qwen-vl-utils."""
+    """Image sizes, with option names from qwen-vl-utils."""
 
     # smallest and largest area of an image or video frame, in pixels
     min_pixels: MinPixels | None = None
@@ -114,15 +114,15 @@ class ImageOptions:
 
 @dataclass
 class VideoOptions(ImageOptions):
-    """Sizes and selection of video frames; see data/video.py."""
+    """Video frame sizes and selection; see data/video.py."""
 
-    total_pixels: Whole | None = None  # maximum area of all frames together, in pixels
+    total_pixels: Whole | None = None  # maximum total area over all frames, in pixels
     fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
     nframes: Whole | None = None  # number of frames, instead of fps
     # bounds on the number of frames with fps
     min_frames: Whole | None = None
     max_frames: Whole | None = None
-    # part of the video to sample from, in seconds
+    # start and end of the video to sample from, in seconds
     video_start: Annotated[float, "[0, 1e15)"] | None = None
     video_end: Annotated[float, "[0, 1e15)"] | None = None
 
@@ -140,8 +140,8 @@ class RowOptions:
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the question. Leave {problem} out if rows have no question
     prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None uses the default of the chat template
-    # library that resizes images; transformers' fast image processors use torch. None follows the model folder
+    system_prompt: str | None = None  # None uses the chat template's default
+    # library for resizing images; transformers' fast image processors use torch. None follows the model folder
     resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
@@ -159,7 +159,7 @@ class FileOptions:
     sampling: str = "all"  # rows to use: all, first:N, end:N or random:N; N may be a percentage such as 10%
     # folder for relative image paths; None uses data.image_root
     image_root: FilePath | None = None
-    # rewards for the rows of this file, by name; [] uses all rewards of the recipe
+    # rewards for the rows of this file, by name; [] uses all rewards in the recipe
     rewards: list[RewardName] = field(default_factory=list)
     prompt_template: str | None = None  # text of the last user turn; None uses data.prompt_template
 
@@ -182,9 +182,9 @@ class DataOptions(RowOptions):
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of evaluation rows; 0 for none
     # also evaluate with gray images and with images of other rows, to measure how much answers depend on the image
     eval_without_images: bool = False
-    # smallest image area in pixels; None follows the processor settings of the model folder
+    # smallest image area in pixels; None follows the model folder's processor settings
     min_pixels: MinPixels | None = None
-    # largest image area in pixels; None follows the processor settings of the model folder
+    # largest image area in pixels; None follows the model folder's processor settings
     max_pixels: Count | None = None
     # threads that prepare prompts during optimizer steps; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
@@ -222,7 +222,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# options that drop unlikely tokens, with values that keep all tokens
+# options to drop unlikely tokens, and values to keep all
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -239,7 +239,7 @@ class SamplingOptions:
     # sample from the likeliest tokens whose probabilities add up to top_p (nucleus sampling)
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens below min_p times the largest probability
-    # penalty on tokens of the prompt and the completion so far: divides positive logits, multiplies negative ones
+    # penalty on tokens in the prompt and completion so far: divides positive logits, multiplies negative ones
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
     # stop strings: texts that end a completion. The completion keeps the stop string and the rest of its last token
     stop_strings: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ class SamplingOptions:
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class
     engine: Literal["native", "vllm"] | Code = "native"
-    # arguments of vllm.LLM, such as dtype and max_model_len
+    # arguments for vllm.LLM, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -278,9 +278,9 @@ class SamplingOptions:
 
 @dataclass
 class RolloutOptions:
-    """Sampling during training: log-probability check and gathering of sharded weights."""
+    """Sampling during training: log-probability check, gathering sharded weights."""
 
-    # largest difference, in nats, between log-probabilities in sampling and training, per token. In bfloat16, instead,
+    # largest log-probability difference between sampling and training, in nats, per token. In bfloat16, instead,
     # the root mean square over all tokens may be a tenth of it
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
@@ -292,7 +292,7 @@ class RolloutOptions:
 
 @dataclass
 class OptimizerOptions:
-    """Optimizer of all stages; learning rate and adam_beta2 are options of the stages."""
+    """Optimizer for all stages; learning rate and adam_beta2 are stage options."""
 
     # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, called with (parameters, learning rate,
     # betas=, weight_decay=); its state must be tensors only
@@ -306,7 +306,7 @@ class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
     enabled: bool = False  # False keeps a full copy of the model on each rank
-    # full copies of the model over all ranks; with one per node, no weights are sent between nodes
+    # full model copies over all ranks; with one per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not per micro-batch: faster, but GPUs must hold all
@@ -319,7 +319,7 @@ class ShardingOptions:
 
 @dataclass
 class TrainingOptions:
-    """Options of all training stages."""
+    """Options for all training stages."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
@@ -353,14 +353,14 @@ class DPOOptions(TrainingOptions):
     """Options for DPO and other losses on preference pairs."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # losses in losses/preference.py
-    loss_weights: list[Finite] | None = None  # weights of the losses; None gives each 1; MPO: [0.8, 0.2, 1.0]
+    loss_weights: list[Finite] | None = None  # loss weights; None gives each 1; MPO: [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger: closer to the reference
-    # assumed fraction of swapped pairs, for sigmoid, exo_pair, robust, aot and aot_unpaired
+    # assumed swapped pairs, as a fraction, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    f_alpha_divergence_coef: Finite = 0.5  # alpha of alpha_divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight of tokens beyond the shorter answer
+    f_alpha_divergence_coef: Finite = 0.5  # alpha in alpha_divergence
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: token weight beyond the shorter answer
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # without a reference model: all reference log-probabilities are 0
     # compute all reference log-probabilities before the first step, so that no second model stays in memory; see
@@ -372,9 +372,9 @@ class DPOOptions(TrainingOptions):
 class RewardModelOptions(TrainingOptions):
     """Reward model training on preference pairs."""
 
-    # weight of (chosen score + rejected score)^2, which keeps the mean score near 0
+    # weight on (chosen score + rejected score)^2, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
-    # model folder for the `reward_model` reward; None uses the model of the recipe's stage reward_model
+    # model folder for the `reward_model` reward; None uses the model from stage reward_model
     path: FilePath | None = None
 
 
@@ -395,7 +395,7 @@ class GRPOOptions(TrainingOptions):
     # function for advantages: a name in losses/advantages.py, or your own as file.py:name. None: rloo for
     # loss_type=rloo, gdpo for multi_objective_aggregation=normalize_then_sum, otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # divide advantages by the reward standard deviation of the group or batch; none: do not divide
+    # divide advantages by the reward standard deviation in the group or batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # several rewards: normalize their weighted sum, or each reward before summing (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -404,7 +404,7 @@ class GRPOOptions(TrainingOptions):
     # no loss for completions cut off at max_new_tokens (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # policy loss: a name of grpo_loss, or your own function with the arguments of grpo_loss, as file.py:name
+    # policy loss: a grpo_loss name, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
     # the policy ratio, new to old, is clipped to [1 - epsilon_low, 1 + epsilon_high]
@@ -416,10 +416,10 @@ class GRPOOptions(TrainingOptions):
     use_bias_correction_kl: bool = True
     # train only on tokens with the highest entropy; 0.2: a fifth of all tokens
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
-    entropy_coef: Finite = 0.0  # weight of the entropy bonus
-    # importance sampling correction of log-probabilities that differ between sampling and training
+    entropy_coef: Finite = 0.0  # entropy bonus weight
+    # importance sampling correction if log-probabilities differ between sampling and training
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # lower and upper bound of the importance ratio of grpo.rollout_correction
+    # bounds on the importance ratio in grpo.rollout_correction, lower and upper
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -439,7 +439,7 @@ class GRPOOptions(TrainingOptions):
 
     @property
     def advantages_name(self) -> str:
-        """Name of the advantage function, from other options if grpo.advantages is None."""
+        """Advantage function name, from other options if grpo.advantages is None."""
         if self.advantages is not None:
             return self.advantages
         if self.loss_type == "rloo":
@@ -455,18 +455,18 @@ class PPOOptions(TrainingOptions):
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # see grpo.max_tokens_per_micro_batch
-    # clips the policy ratio, new to old, to 1 +- cliprange, and the change of the critic's value to +- cliprange
+    # clips the policy ratio, new to old, to 1 +- cliprange, and critic value changes to +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
-    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
+    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # critic loss weight
     critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: a model of its own
-    # folder of a critic or reward model that initializes a separate critic; None copies the policy
+    # critic or reward model folder to initialize a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see token_rewards
-    # subtracted from the score of completions without an end token; None disables it
+    # subtracted from scores without an end token; None disables it
     missing_eos_penalty: Finite | None = None
-    gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor of GAE
-    lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE
+    gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
+    lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
 
     @property
     def steps_per_rollout(self) -> int:
@@ -482,7 +482,7 @@ class PPOOptions(TrainingOptions):
 
 @dataclass
 class RunConfig:
-    """All options of a training run."""
+    """All options for a training run."""
 
     seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder for all files of the run
@@ -564,7 +564,7 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """Stage names, also of their option sections: `again` for my_stage.py:Again."""
+        """Stage names, as option sections: `again` for my_stage.py:Again."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property

@@ -1,4 +1,4 @@
-"""Check and convert values of recipes and config files by the type hints of dataclasses."""
+"""Check and convert recipe and config file values by dataclass type hints."""
 
 import dataclasses
 import inspect
@@ -61,7 +61,7 @@ def parse_yaml(text: str | bytes) -> Any:
 def build(
     cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
 ) -> T:
-    """Build a dataclass from the values of a file; check keys, types and bounds.
+    """Build a dataclass from file values; check keys, types and bounds.
 
     Args:
         where: file name or "command line", for error messages.
@@ -98,7 +98,7 @@ class Reader:
             recipes: a float may be "1e-4", which YAML reads as text, and a text may stand for a list with one item.
         change_text: (type, text, field path) -> new text, for keys and values whose type is a text type of
             config/types.py. In the path, dots of a key are slashes.
-        root: dataclass of the whole file, for suggestions if a key is unknown.
+        root: dataclass for the whole file, for suggestions if a key is unknown.
         dashes: "--" to suggest command-line options, otherwise "".
     """
 
@@ -168,7 +168,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value with a type of the union; otherwise convert it to the first type that fits."""
+        """Keep a value with a type in the union; otherwise convert to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -182,7 +182,7 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> ValueError:
-        """Describe a value that is none of the choices, and its meaning in other projects."""
+        """Describe a value outside the choices, and its meaning in other projects."""
         error = str(invalid_value(name, value, expected))
         if not isinstance(value, str) or self.root is None:
             return ValueError(error)
@@ -263,11 +263,11 @@ class Option(NamedTuple):
     name: str  # name in its section
     hint: TypeHint
     default: Plain
-    declared_in: type  # dataclass of the field, perhaps a base class
+    declared_in: type  # dataclass with the field, perhaps a base class
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options of a dataclass and of its dataclass fields (recipe sections)."""
+    """Yield a dataclass's options, with those in dataclass fields (recipe sections)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]

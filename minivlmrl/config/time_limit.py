@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REPEATED = 0.01  # seconds until Overtime is raised again in code that catches it
+REPEATED = 0.01  # seconds between repeated Overtime, for code that catches it
 longest = math.inf  # upper bound for all time limits in seconds, from shorten_limits
 
 
@@ -19,7 +19,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`.
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows
-    or outside the main thread. C code that never returns, or code with its own SIGALRM handler, cannot be stopped.
+    or outside the main thread. Endless C code, or code with its own SIGALRM handler, cannot be stopped.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -46,7 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    Called after a stop signal: a hanging reward must not delay the end of the run.
+    Called after a stop signal: a hanging reward must not delay the exit.
     """
     global longest
     longest = seconds

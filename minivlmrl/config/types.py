@@ -1,4 +1,4 @@
-"""Types of options: texts that name files or code, and numbers with bounds; config/parsing.py checks them."""
+"""Option types: texts for files or code, numbers with bounds; config/parsing.py checks them."""
 
 import re
 from typing import Annotated, Any, Literal, NewType

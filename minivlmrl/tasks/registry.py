@@ -30,7 +30,7 @@ def get_task(name: str) -> Task:
     """Return a task by name, such as "shapes" or "shapes(pairs=8)".
 
     Args:
-        name: key of TASKS, file.py:NAME or package.module:NAME, perhaps with options.
+        name: key in TASKS, file.py:NAME or package.module:NAME, perhaps with options.
     Raises:
         ValueError: unknown task or option.
     """

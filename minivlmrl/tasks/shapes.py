@@ -1,9 +1,9 @@
-"""Task of the default run: name color and shape of the object in a small image.
+"""Default task: name color and shape in a small image.
 
 A prompt has one image, and the answer names one of 12 classes (6 colors x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so accuracy is low after SFT and GRPO can still raise it.
+Half the demonstrations have a random label, so accuracy is low after SFT and GRPO can still raise it.
 """
 
 import random
@@ -45,7 +45,7 @@ class Shapes(Sequence[Row]):
 
     size: int  # rows
     seed: int | str
-    wrong_labels: float = 0.0  # fraction of demonstrations with a random label
+    wrong_labels: float = 0.0  # fraction with a random label
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
     tags: bool = True  # False: demonstrations are only the label
@@ -106,7 +106,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer of about 370 tokens on all task texts."""
+    """Train a byte-level BPE tokenizer, about 370 tokens, on all task texts."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -121,9 +121,9 @@ def datasets(
     """Build training rows for all stages, and held-out rows.
 
     Args:
-        data: section `data` of the recipe.
+        data: recipe section `data`.
         demonstrations: rows for SFT.
-        wrong_demonstrations: fraction of demonstrations with a random label.
+        wrong_demonstrations: fraction with a random label.
         pairs: rows for DPO and the reward model.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
