@@ -203,8 +203,8 @@ def final(curves: dict, method: str, seeds: list[str]) -> str:
 
 
 def spread(last: list[float]) -> str:
-    if not last:
-        return "not measured"
+    if len(last) < 2:
+        return f"{last[0]:.2f}" if last else "not measured"
     return f"{sum(last) / len(last):.2f} ({min(last):.2f} to {max(last):.2f})"
 
 
@@ -214,12 +214,13 @@ def ending(curves: dict, method: str) -> str:
     if not seeds:
         return ""
     base = COMPARED[method]
+    of_seeds = f"the mean over {len(seeds)} seeds, with the smallest and largest" if len(seeds) > 1 else "one seed"
     return f"""
 ![Accuracy of {NAMES[method]} and of {NAMES[base]} over {STEPS} steps]({method}.svg)
 
 Accuracy on the built-in task after {STEPS} steps, from the same SFT models: {final(curves, method, seeds)} with
-{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}: the mean over {len(seeds)} seeds, with the
-smallest and largest ([what was measured](README.md#what-was-measured)).
+{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}: {of_seeds}
+([what was measured](README.md#what-was-measured)).
 """
 
 
