@@ -8,6 +8,7 @@ names.py lists the known mistakes.
 | a loss that TRL has | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
 | a forward pass with packed or padded rows, or images | `depends(logps, ids, document)` | |
 | a recorded step of any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
+| a folder of code | | `minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
 """
@@ -18,6 +19,7 @@ from minivlmrl.extras.parity.assertions import (
     assert_same_logps,
     assert_split_invariant,
     assert_step,
+    assert_step_split_invariant,
 )
 from minivlmrl.extras.parity.dependence import depends
 from minivlmrl.extras.parity.loss import cases, check, judge
@@ -27,6 +29,7 @@ __all__ = [
     "assert_same_logps",
     "assert_split_invariant",
     "assert_step",
+    "assert_step_split_invariant",
     "cases",
     "check",
     "depends",

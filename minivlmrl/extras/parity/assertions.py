@@ -3,10 +3,16 @@
 `__tracebackhide__` makes pytest show the caller's line instead of these functions.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from minivlmrl.extras.parity.audit import SECONDS, checked, report
+from minivlmrl.extras.parity.calling import loss_and_gradient
+from minivlmrl.extras.parity.examined import DEFAULTS
 from minivlmrl.extras.parity.search import gaps
+from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
@@ -57,6 +63,57 @@ def assert_split_invariant(
             f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "
             f"step by {errors[worst]:.1e} times the largest gradient"
         )
+
+
+def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: float) -> str:
+    """Return how the gradients of micro-batches differ from that of the step, or "" if their sum or mean equals it.
+
+    Args:
+        gradient: function of a batch that returns the gradient of its loss with respect to per_token_logps.
+        batch: tensors of B rows by name.
+    """
+    rows = len(batch["mask"])
+    if not accumulated(gradient, batch, [list(range(rows))], is_mean=False)["per_token_logps"].any():
+        return ""
+    error = ""
+    for is_mean in (False, True):
+        try:
+            assert_split_invariant(partial(accumulated, gradient, batch, is_mean=is_mean), rows, tolerance)
+            return ""
+        except AssertionError as found:
+            error = str(found)
+    return error
+
+
+def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[list[int]], is_mean: bool) -> dict:
+    """Return the sum of the gradients of micro-batches, or their mean over rows."""
+    slope = torch.zeros_like(batch["per_token_logps"])
+    for rows in parts:
+        share = len(rows) / len(slope) if is_mean else 1.0
+        slope[rows] = share * gradient({name: x[rows] for name, x in batch.items()}).nan_to_num()
+    return {"per_token_logps": slope}
+
+
+def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
+    """Assert that a loss, replayed on a recorded GRPO step, does not depend on how its rows are split.
+
+    The gradients of 1, 2, n - 1 and n micro-batches must add up, or their mean over rows must be the same.
+
+    Args:
+        my_loss: loss as in `check`; it gets whole_step=False, and the totals of the step.
+    """
+    __tracebackhide__ = True
+    d = read(folder)
+    if d.about["kind"] != "grpo":
+        raise ValueError(f"{folder} is a step of kind {d.about['kind']}, but only steps of kind grpo can be split")
+    logps = d["per_token_logps"]
+    batch = {"per_token_logps": logps, "mask": d["completion_mask"].double(), "advantages": d["advantages"]}
+    batch |= {name: d.get(name, logps) for name in ("old_per_token_logps", "ref_per_token_logps")}
+    options = {"kind": "grpo", **DEFAULTS["grpo"], **d.about.get("loss", {}), "whole_step": False}
+    options["tokens"] = int(batch["mask"].sum())
+    options["max_completion_length"] = d.about.get("max_completion_length") or d.width
+    error = split_error(lambda part: loss_and_gradient(my_loss, part, options)[1], batch, tolerance)
+    assert not error, f"{folder}: {error}"
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from minivlmrl.extras.parity.assertions import assert_rank_invariant, assert_same_logps, assert_split_invariant
+from minivlmrl.extras.parity.assertions import (
+    assert_rank_invariant,
+    assert_same_logps,
+    assert_split_invariant,
+    assert_step_split_invariant,
+)
+from minivlmrl.extras.parity.step import write
 from minivlmrl.extras.parity.step_format import OPTIONS, PolicyOptions, term_arguments
 from minivlmrl.losses.grpo import TERMS, grpo_loss
 from minivlmrl.losses.preference import dpo_loss
@@ -74,3 +80,20 @@ def test_options_equal_those_of_the_losses():
     for loss_type, term in TERMS.items():
         ours = term_arguments(PolicyOptions(loss_type=loss_type))
         assert ours == {name: x for name, x in (term.__kwdefaults__ or {}).items() if name in vars(PolicyOptions())}
+
+
+def test_a_loss_is_replayed_on_the_micro_batches_of_a_recorded_step(tmp_path):
+    mask = (torch.arange(4) < LENGTHS[:, None]).long()
+    tensors = {"input_ids": mask, "completion_mask": mask, "per_token_logps": X / -24, "old_per_token_logps": X / -23}
+    tensors["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5])
+    write(tmp_path, {"kind": "grpo", "loss": {"loss_type": "dapo", "epsilon_high": 0.3}}, tensors)
+    assert_step_split_invariant(tmp_path, grpo_loss)
+
+    def local(logps, advantages, mask, *, normalizer, **named):
+        return grpo_loss(logps, advantages, mask, **named)
+
+    with pytest.raises(AssertionError, match=r"micro-batches \[\[0, 2, 4\], .* differs from the gradient"):
+        assert_step_split_invariant(tmp_path, local)
+    write(tmp_path / "sft", {"kind": "sft"}, {name: tensors[name] for name in [*tensors][:3]})
+    with pytest.raises(ValueError, match="only steps of kind grpo can be split"):
+        assert_step_split_invariant(tmp_path / "sft", grpo_loss)
