@@ -96,7 +96,7 @@ def rows(tensors: list[Tensor]) -> Tensor:
 
 
 def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
-    """Return the recorded tensors with the names in docs/notes/step_format.md. Prompts may differ only in images."""
+    """Return the recorded tensors with the names in docs/library.md. Prompts may differ only in images."""
     prompts, ids, logps = zip(*seen["scored"], strict=True)
     number, each = torch.arange(sum(map(len, ids))), len(ids[0])
     is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token

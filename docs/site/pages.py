@@ -32,6 +32,8 @@ MOVED = {  # former page: its successor
     "support": "results",
     "reading_list": "developer_guide",
     "notes/vllm": "use",
+    "vectors": "library",
+    "notes/step_format": "library",
 }
 LANGUAGES = {
     "": "text",  # LICENSE

@@ -147,7 +147,7 @@ def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
     blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)
     number = next(i for i, block in enumerate(blocks) if block.endswith(f"{file}\n") or f" {file}:" in block)
     code, command, printed = blocks[number - 1 : number + 2]
-    (tmp_path / "my_loss.py").write_text(blocks[0])
+    (tmp_path / "my_loss.py").write_text(blocks[1])
     (tmp_path / file).write_text(code)
     status, out = run(python, tmp_path, "-m", *command.splitlines()[-1].removeprefix("python -m ").split())
     assert status == 1 and all(line in out for line in printed.splitlines()), out

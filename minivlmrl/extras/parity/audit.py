@@ -93,7 +93,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
                 continue  # the model cannot run, because the images do not fit the token ids
             raise ValueError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
-                "Compare the types and shapes of its tensors and fields with docs/notes/step_format.md."
+                "Compare the types and shapes of its tensors and fields with docs/library.md."
             ) from bug
         findings.append(finding)
         if finding.ok:
@@ -247,8 +247,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
         if all(finding.ok for finding in findings) and not compared:
             why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
             raise ValueError(
-                f"nothing was compared, because {why}. docs/notes/step_format.md lists the tensors and fields that a "
-                "step needs."
+                f"nothing was compared, because {why}. docs/library.md lists the tensors and fields that a step needs."
             )
     return findings, d
 

@@ -59,7 +59,7 @@ CONFIGS = r"config|cfg|args|^policy_loss$"
 # further settings of projects
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
-OTHERS |= {"loss_agg_mode": "token-mean", "importance_sampling_level": "token"}
+OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
 
 
 def meaning(name: str, table: tuple) -> str | None:
@@ -244,26 +244,28 @@ def audit_clone(folder: Path, name: str = "", **limit: float) -> Iterator[Audite
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
-                found = audit_candidate(candidate, **limit)
+                try:
+                    found = audit_candidate(candidate, **limit)
+                except Exception as error:  # of the project's code, or of arguments that do not fit
+                    reason = f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}"
+                    found = Audited(candidate, "not bound", reason)
             yield found
 
 
 def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
-    errors = []
-    best = None
+    fitting = {}
+    error = None
     for i, layout in enumerate(LAYOUTS):
-        if best and i > 1:
+        if fitting and i > 1:
             break
         try:
-            closest = close_losses(candidate, layout)
-        except Exception as error:  # of the project's code, or of arguments that do not fit
-            errors.append(f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}")
-            continue
-        if best is None or closest[0][0] < best[0][0]:
-            best = closest
-            loss = candidate.loss(layout)
-    if best is None:
-        return Audited(candidate, "not bound", errors[0])
+            fitting[layout] = close_losses(candidate, layout)
+        except Exception as found:
+            error = error or found
+    if error and not fitting:
+        raise error
+    layout, best = min(fitting.items(), key=lambda item: item[1][0][0])
+    loss = candidate.loss(layout)
     results = []
     for _, only in best[:TRIED]:
         verdict = judge(loss, TOLERANCE, framework=candidate.framework, **limit, **only)
@@ -308,7 +310,7 @@ def is_named(candidate: Candidate, options: dict) -> bool:
     """Return whether the name of a function or class contains that of a loss, such as cispo."""
     level = options.get("importance_sampling_level")
     name = "gspo" if level == "sequence" else options["loss_type"]
-    return f"{name}" in f"{candidate.owner} {candidate.node.name}".lower()
+    return name.replace("_", "") in f"{candidate.owner} {candidate.node.name}".lower().replace("_", "")
 
 
 def summary(folder: Path, found: list[Audited]) -> str:

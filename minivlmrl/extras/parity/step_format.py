@@ -1,6 +1,6 @@
 """The file format of a recorded optimizer step: tensor names, and types and bounds of the fields in step.json.
 
-docs/notes/step_format.md explains all tensors and fields of a recorded step, and says which are required.
+docs/library.md explains all tensors and fields of a recorded step, and says which are required.
 """
 
 from dataclasses import dataclass, field

@@ -224,7 +224,8 @@ def test_json_output_and_assert_step(right, tmp_path, capsys, monkeypatch):
     assert (loss["stage"], loss["agrees"]) == ("loss", right)
     assert {"mask", "update"} < {*shown["not_in_this_step"]}
     assert (loss["error"] < TOLERANCE) == right
-    assert all(f"`{field}`" in PAGE for field in (*shown, *loss))
+    report = (ROOT / "docs" / "library.md").read_text()
+    assert all(f"`{field}`" in report for field in (*shown, *loss))
     if right:
         return assert_step(tmp_path)
     monkeypatch.setattr("minivlmrl.extras.parity.assertions.SECONDS", 0)
@@ -271,7 +272,7 @@ def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
 ])  # fmt: skip
 def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, expected, tmp_path):
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)
-    with pytest.raises(ValueError, match=f"the stage {expected}.* with docs/notes/step_format.md"):
+    with pytest.raises(ValueError, match=f"the stage {expected}.* with docs/library.md"):
         main([str(tmp_path)])
 
 

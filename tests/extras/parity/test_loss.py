@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
+from minivlmrl.extras.parity.all_laws import LAWS
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.loss import cases, check, distance, judge
+from minivlmrl.extras.parity.vectors import read_cases
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
 from tests.helpers.links import ROOT
@@ -693,7 +696,7 @@ def test_a_right_but_unusual_loss_agrees(name):
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "numerical_parity.md").read_text()
-    code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[:3]
+    code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[1:4]
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     words = commands.splitlines()[-1].removeprefix("minivlmrl parity ").split()
@@ -701,6 +704,16 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == printed
     estimates = [f"{math.exp(-d) + d - 1:.3g}" for d in (1, 2, 3)] + [f"{math.exp(d) - d - 1:.3g}" for d in (1, 2, 3)]
     assert estimates == ["0.368", "1.14", "2.05", "0.718", "4.39", "16.1"]
+
+
+def test_the_numbers_on_the_page_are_those_of_the_code():
+    page = " ".join((ROOT / "docs" / "numerical_parity.md").read_text().split())
+    grpo, dpo, sft = (len(read_cases(kind=kind)) for kind in ("grpo", "dpo", "sft"))
+    assert f"in {grpo} recorded cases" in page  # without those with a dual clip
+    assert f"`--only kind=dpo` ({dpo} cases) and `--only kind=sft` ({sft})" in page
+    of_policy, of_dpo, of_sft = (len(COMMON_LAWS) + len(LAWS[kind]) for kind in ("grpo", "dpo", "sft"))
+    assert f"checks {of_policy} laws" in page
+    assert f"`--only kind=dpo` has {of_dpo} laws, `--only kind=sft` {['six'][of_sft - 6]}" in page
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):

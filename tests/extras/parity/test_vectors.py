@@ -14,7 +14,7 @@ from minivlmrl.extras.parity import vectors
 from minivlmrl.extras.parity.loss import cases
 from tests.helpers.links import ROOT
 
-PAGE = (ROOT / "docs" / "vectors.md").read_text()
+PAGE = (ROOT / "docs" / "library.md").read_text().partition("\n## Test vectors\n")[2]
 [GRPO] = re.findall(r"```python\n([^`]*)```", PAGE)
 RECORDED = json.loads((vectors.FOLDER / "losses.json").read_text())
 ALONE = """
