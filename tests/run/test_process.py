@@ -63,8 +63,9 @@ STAGES = {  # head of a class: (body, exit code, printed line)
     "Exit(Base)": (
         "def loss(self, batch): raise SystemExit(0)", 1, "RuntimeError: the run called sys.exit before its end",
     ),
-    "Scalar(Base)": (
-        "def loss(self, batch): return super().loss(batch)[0]", 2, "the method loss of the stage own returned tensor(",
+    "Listed(Base)": (
+        "def loss(self, batch): return [super().loss(batch)[0]]", 2,
+        "the method loss of the stage own returned [tensor(",
     ),
     "Other(Base)": ("pass", 2, "FILE defines no 'Missing'"),  # the recipe names the class Missing
 }  # fmt: skip
