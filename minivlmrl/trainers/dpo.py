@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290); MPO, IPO and other losses are options."""
+"""Direct preference optimization (arXiv 2305.18290), with MPO, IPO and other losses as options."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import PairTrainer
 
-# options that dpo_loss and check_dpo_options take by the same names
+# arguments of dpo_loss and check_dpo_options, with the same names
 LOSS_OPTIONS = (
     "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
     "use_weighting",
@@ -22,12 +22,12 @@ LOSS_OPTIONS = (
 
 
 class DPOTrainer(PairTrainer):
-    """Trainer for DPO, which trains the policy on pairs of a chosen and a rejected answer."""
+    """DPO on pairs of a chosen and a rejected answer."""
 
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # An SFT loss that is added to DPO is averaged over the tokens of chosen answers, which are rows 0, 2, 4, ...
+    # an added SFT loss averages over chosen answers, rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
     @classmethod
@@ -63,7 +63,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute DPO's implicit reward of each chosen answer minus that of the rejected answer, in nats: (pairs,)."""
+        """Compute DPO's implicit rewards, chosen minus rejected, in nats: (pairs,)."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         policy, reference = (
@@ -79,11 +79,11 @@ def loss_options(options: DPOOptions) -> dict[str, Any]:
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:
-    """Return the reference model's log-probabilities, (pairs, 2, tokens), or zeros without a reference model."""
+    """Return reference log-probabilities (pairs, 2, tokens), zeros without a reference model."""
     logps = batch.ref_per_token_logps
     return by_pair(torch.zeros_like(batch.loss_mask) if logps is None else logps)
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """Reshape values of answers, (2 * pairs, tokens), to (pairs, 2, tokens), with the chosen answer first."""
+    """Reshape (2 * pairs, tokens) to (pairs, 2, tokens), chosen answer first."""
     return rows.unflatten(0, (-1, 2))

@@ -1,7 +1,4 @@
-"""Dynamic sampling replaces groups whose rewards are all equal, because such groups have advantages of 0.
-
-Source: DAPO (arXiv 2503.14476), section 3.2.
-"""
+"""Dynamic sampling: replace groups with equal rewards, whose advantages are 0 (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -19,16 +16,15 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample completions until enough groups contain different rewards, and build a rollout from these groups.
+    """Sample until enough groups have different rewards, and build a rollout from them.
 
-    If the rollout is still too small after max_num_batches batches, groups with equal rewards fill it.
+    After max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
-        rows: the first batch.
-        compared_rewards: function that returns a rollout's rewards (n, K); a group differs if at least one of its K
-            columns contains different rewards.
+        rows: first batch.
+        compared_rewards: rollout -> rewards (n, K); a group differs if any column does.
     Returns:
-        The rollout, and the number of sampled batches.
+        rollout, number of batches
     """
     rollout = trainer.sample_and_score(rows)
     count = len(rollout.groups) * trainer.world.size
@@ -44,20 +40,20 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[SerializedGroup, bool]]:
-    """Return [(group, True if its rewards differ), ...] for all ranks, in the order of sampling."""
+    """Return [(group, whether its rewards differ), ...] from all ranks, in sampling order."""
     size = trainer.options.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # The last number in a key, such as 17 in "0/grpo/3/17", numbers the rows in the order of sampling.
+    # sampling order: last number in a key, such as 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups; groups with equal rewards are used only if there are too few others."""
+    """Build a rollout from `count` groups, those with equal rewards only if there are too few others."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.options.steps_per_rollout
-    local = []  # this rank's groups, in the order of the optimizer steps
+    local = []  # groups on this rank, in optimizer-step order
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     G = trainer.options.num_generations

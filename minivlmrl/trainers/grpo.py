@@ -1,11 +1,9 @@
-"""The GRPO trainer (DeepSeekMath, arXiv 2402.03300), written in the order in which it computes:
+"""GRPO (DeepSeekMath, arXiv 2402.03300), in the order it computes:
 
-    rollout (B groups of G samples) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
+        rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-The class RolloutTrainer in rollout.py samples the completions. The outer loop of the GRPO paper, which replaces the
-reference model every few hundred steps, is not implemented.
-
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the `grpo` section.
+RolloutTrainer in rollout.py samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the
+section `grpo`. Not implemented: the paper's outer loop, which replaces the reference every few hundred steps.
 """
 
 import inspect
@@ -33,26 +31,26 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
 @dataclass(kw_only=True)
 class GRPOBatch(SampledBatch):
-    """A micro-batch with the tensors that GRPO's loss and its variants need."""
+    """Micro-batch with the tensors for GRPO's loss and its variants."""
 
     advantages: Tensor  # (R,)
-    old_per_token_logps: Tensor | None = None  # (R, T) policy log-probabilities before the first update
-    old_entropies: Tensor | None = None  # (R, T) policy entropies before the first update
+    old_per_token_logps: Tensor | None = None  # (R, T) before the first update
+    old_entropies: Tensor | None = None  # (R, T) before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
-    entropy_threshold: float | None = None  # lowest entropy among the tokens that the optimizer step trains on
-    num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
+    entropy_threshold: float | None = None  # lowest entropy to train on
+    num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
 
 
 class GRPOTrainer(RolloutTrainer):
-    """Trainer for GRPO and its variants."""
+    """GRPO and its variants."""
 
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
-    num_gen_batches = 1  # batches that dynamic sampling has used for the current rollout
+    num_gen_batches = 1  # batches for the current rollout, with dynamic sampling
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -76,13 +74,13 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the values that dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
+        """Return what dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
         if self.options.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute each sample's weighted sum of rewards, and add DAPO's penalty for overlong completions."""
+        """Compute weighted reward sums, plus DAPO's penalty for overlong completions."""
         total = super().total_rewards(samples)
         limit, cache = self.config.sampling.max_new_tokens, self.options.soft_punish_cache
         if not cache:
@@ -93,25 +91,25 @@ class GRPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute a rollout's advantages, and pack the micro-batches of its optimizer steps.
+        """Compute advantages, and pack the micro-batches for each optimizer step.
 
         Args:
-            parts: the rollout groups that each optimizer step trains on.
+            parts: groups per optimizer step.
         """
         options = self.options
-        # 1. Compute the weighted sum of each sample's rewards, on all ranks.
+        # 1. weighted reward sums on all ranks
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
         in_groups = group_metrics(totals, options.num_generations)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if options.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. Compute advantages by comparing each sample with the other samples of its group.
+        # 2. advantages: compare samples within their group
         advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
-        # 3. Pack the samples into micro-batches, and compute the log-probabilities of their tokens.
+        # 3. packed micro-batches, with log-probabilities
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. For RLOO, subtract a KL penalty from the rewards, and compute the advantages from the result.
+            # 4. RLOO: subtract a KL penalty from the rewards, and compute advantages again
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
@@ -123,7 +121,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return True if the KL penalty is part of the reward, as in RLOO, instead of the loss."""
+        """Return True if the KL penalty is in the reward, as in RLOO, not in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
     @cached_property
@@ -131,7 +129,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.options)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute each sample's advantage from its rewards, (samples, K), and their weighted sum: (samples,)."""
+        """Compute advantages (samples,) from weighted sums (samples,) and rewards (samples, K)."""
         advantages = self.advantage_function(
             totals,
             num_generations=self.options.num_generations,
@@ -145,22 +143,22 @@ class GRPOTrainer(RolloutTrainer):
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples that cannot change the gradient, because their advantage is 0."""
+        """Drop samples that cannot change the gradient: advantage 0."""
         if self.needs_all_samples:
             return samples
-        # If all advantages are 0, one sample is kept, because every rank of a sharded model must run a forward pass.
+        # at least one: with sharding, all ranks must run a forward pass
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Exchange the groups of an optimizer step between ranks, and pack this rank's micro-batches."""
+        """Exchange groups between ranks, and pack this rank's micro-batches."""
         options = self.options
         normalizer = self.count_tokens(groups)
-        # 1. Exchange groups between ranks to balance the number of tokens, and pack the samples.
+        # 1. balance tokens between ranks, and pack samples
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        # 2. Compute what the loss needs from the policy before its update.
+        # 2. policy values before the update
         batches = [self.before_update(batch, advantages) for batch in packed]
-        # 3. To train only on tokens with high entropy, compute the entropy threshold over the tokens of all ranks.
+        # 3. entropy threshold over all ranks
         if options.top_entropy_quantile < 1:
             local = [
                 batch.old_entropies[batch.loss_mask.bool()].cpu()
@@ -175,7 +173,7 @@ class GRPOTrainer(RolloutTrainer):
         return batches
 
     def before_update(self, batch: SampledBatch, advantages: Tensor) -> GRPOBatch:
-        """Add the advantages, and what the loss needs from the policy before its update."""
+        """Add advantages, and policy values before the update."""
         options = self.options
         grpo_batch = GRPOBatch(**vars(batch), advantages=self.gather_advantages(advantages, batch))
         if self.needs_old_logps:
@@ -191,7 +189,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if samples with an advantage of 0 affect the gradient, for example because of a KL penalty."""
+        """Return True if samples with advantage 0 affect the gradient, for example by a KL penalty."""
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
         return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
@@ -203,20 +201,20 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Return True if several optimizer steps train on the same rollout."""
+        """Return True if several optimizer steps train on a rollout."""
         return self.options.num_iterations * self.options.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.options.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate each sample's KL from the reference model (estimator k1, in nats), on all ranks: (samples,)."""
+        """Estimate the KL from the reference per sample (k1, in nats) on all ranks: (samples,)."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # Other ranks may have computed the KLs of this rank's samples, so all KLs are gathered and sorted by sample.
+        # sorted by sample: KLs may come from other ranks
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -228,7 +226,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the loss is grpo_loss; only built-in losses have token weights and an entropy bonus."""
+        """Whether the loss is grpo_loss; only it has token weights and an entropy bonus."""
         return self.loss_function is grpo_loss
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -258,27 +256,27 @@ class GRPOTrainer(RolloutTrainer):
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
-        """Convert a micro-batch's clip ratios to its contribution to the step's clip ratios, defined as in TRL.
+        """Convert clip ratios to this micro-batch's part in the step's clip ratios, as in TRL.
 
-        TRL divides by the number of all tokens in a step (in GSPO and RLOO, of all completions). Completions with an
-        advantage of 0, which this trainer leaves out, are never clipped.
+        TRL divides by all tokens in a step (GSPO, RLOO: completions). Dropped completions with advantage 0 are never
+        clipped.
         """
-        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64, so that shares add up exactly
+        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: shares must add up exactly
         if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""
+        """Return a mask (completions, tokens): all tokens, or those with high entropy."""
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def mean_entropy(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Average the entropy over the tokens to train on in the whole optimizer step."""
+        """Average the entropy over the tokens to train on in the whole step."""
         num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
         return mean_entropy(entropies, self.kept_tokens(batch, entropies), batch.normalizer, num_tokens)
 
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Return keyword arguments for grpo_loss that weight the loss of each token."""
+        """Return token weights as arguments for grpo_loss."""
         ratio = batch.importance_sampling_ratio
         weights = {}
         if not self.is_builtin:
@@ -293,9 +291,9 @@ class GRPOTrainer(RolloutTrainer):
 
 
 def find_loss(options: GRPOOptions) -> Callable:
-    """Return grpo_loss, or the user's loss function that the `loss_type` option names.
+    """Return grpo_loss, or the user function in `loss_type`.
 
-    A user's function may have fewer parameters than grpo_loss, or the form f(batch, options); see config/loss_forms.py.
+    A user function may have fewer parameters than grpo_loss, or the form f(batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters][3:]
     table = dict.fromkeys(AVERAGES, grpo_loss)
@@ -303,13 +301,13 @@ def find_loss(options: GRPOOptions) -> Callable:
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the advantage function that the `advantages` option names: a built-in function or a user's function."""
+    """Return the function in `advantages`, built-in or from a user file."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     return load_function("advantages", options.advantages_name, ADVANTAGES, options, 1, arguments)
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
-    """Check an advantage function's result; raise ValueError unless each completion has a finite advantage."""
+    """Return advantages; raise ValueError unless every completion has a finite one."""
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise ValueError(
@@ -320,13 +318,13 @@ def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """Compute DAPO's penalty for an overlong completion, from 0 to -1.
+    """Compute DAPO's penalty for overlong completions, from 0 to -1.
 
-    Over the last soft_punish_cache tokens before max_completion_len, the penalty falls linearly from 0 to -1.
+    It falls linearly over the last soft_punish_cache tokens before max_completion_len.
 
     Example: with max_completion_len 100 and soft_punish_cache 20, completions of 80, 90, 100 and 120 tokens get 0,
     -0.5, -1 and -1.
-    Source: equation 13 of DAPO (arXiv 2503.14476), and get_soft_overlong_punishment in TRL.
+    Source: DAPO (arXiv 2503.14476), equation 13; get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache
     if length <= free:

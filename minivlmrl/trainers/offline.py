@@ -1,6 +1,6 @@
-"""Base classes for trainers that learn from answers in the data, such as SFT, DPO, KTO and the reward model.
+"""Base classes for trainers on answers in the data: SFT, DPO, KTO, reward model.
 
-The model processes a prompt and its images once for all answers to the prompt.
+A prompt and its images run once for all its answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,23 +24,23 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """A micro-batch of answers from the data; pairs are in the order chosen, rejected, chosen, rejected, ..."""
+    """Micro-batch with answers from the data; pairs as chosen, rejected, chosen, rejected, ..."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return how many answers each metric was averaged over; as in TRL, the entropy is averaged over tokens."""
+        """Return metric weights: answers, for the entropy tokens, as in TRL."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages that train on answers from the data, with one optimizer step per batch.
+    """Base class for stages on answers in the data, with one optimizer step per batch.
 
-    A trainer defines the `loss` method, and lists the row fields with answers, such as ("chosen", "rejected").
+    Subclasses define `loss` and the Row fields with answers, such as ("chosen", "rejected").
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
-    answers = ("completion",)  # Row fields that contain the answers
-    counted_rows = slice(None)  # answers whose tokens are counted; the loss is divided by their number
+    answers = ("completion",)  # Row fields with answers
+    counted_rows = slice(None)  # loss denominator: tokens of these answers
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -64,14 +64,14 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch; `step` replaces the normalizer with that of the whole step."""
+        """Pack prompts and answers into a micro-batch; `step` sets the normalizer for the whole step."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of the rows whose answers are complete, for example rows with `chosen` and `rejected`."""
+        """Return indices of rows with all answers, such as `chosen` and `rejected`."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -81,19 +81,18 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of the rows that have all answers.
+        """Select this rank's share among the rows with all answers.
 
-        All ranks must run a sharded model the same number of times, so a rank with fewer rows repeats a row of another
-        rank.
+        A rank with fewer rows repeats one from another rank, because all ranks must run a sharded model equally often.
 
         Returns:
-            The indices of this rank's rows, and how many of these rows are not repeated.
+            row indices, and how many of them, from the start, are not repeats
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step whose loss is a mean over all its micro-batches on all ranks."""
+        """Build an optimizer step with a mean loss over all micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -102,18 +101,18 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Base class for stages that train on pairs with a chosen and a rejected answer."""
+    """Base class for stages with pairs, a chosen and a rejected answer."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute each chosen answer's score minus the rejected answer's score: (pairs,)."""
+        """Compute scores, chosen minus rejected: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the pair accuracy: the share of pairs whose chosen answer scores higher."""
+        """Compute the pair accuracy: how often the chosen answer scores higher."""
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
@@ -126,5 +125,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a sequence into parts of `size` items each; the last part may be shorter."""
+    """Split into parts with `size` items; the last may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,4 +1,4 @@
-"""Measure how many seconds each phase of an optimizer step takes."""
+"""Measure phases within an optimizer step, in seconds."""
 
 import time
 from itertools import pairwise
@@ -7,14 +7,14 @@ import torch
 
 
 class PhaseTimer:
-    """Measure the seconds of consecutive phases, without waiting for the GPU after each phase.
+    """Measure consecutive phases in seconds, without waiting for the GPU after each.
 
-    GPU work runs later than the Python code that launches it, so CUDA events mark the beginning of each phase.
+    CUDA events mark where phases begin, because GPU work runs later than the Python code for it.
     """
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # name and beginning of each phase since the last call of `take`
+        self.marks = []  # (phase, beginning) since the last `take`
 
     def start(self, phase: str):
         if self.is_gpu:
@@ -25,7 +25,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call of `take`, after waiting for the GPU."""
+        """Return {phase: seconds} since the last `take`, after waiting for the GPU."""
         self.start("end")
         if self.is_gpu:
             self.marks[-1][1].synchronize()

@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. The critic is a value head on the policy's hidden
-states, or a separate model. PPO's adaptive KL weight and entropy bonus are not implemented.
+Before each token, the critic predicts the sum of future rewards. It is a value head on the policy's hidden states, or a
+separate model. Not implemented: adaptive KL weight, entropy bonus.
 """
 
 from collections.abc import Sequence
@@ -29,21 +29,21 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """A micro-batch with the advantage, the return and the critic's value of each completion token."""
+    """Micro-batch with advantages, returns and values per token."""
 
     advantages: Tensor  # (R, T)
-    returns: Tensor  # (R, T) targets that the critic is trained to predict
-    old_per_token_logps: Tensor  # (R, T) policy log-probabilities before the first update, in nats
-    old_values: Tensor  # (R, T) critic predictions before the first update
+    returns: Tensor  # (R, T) targets for the critic
+    old_per_token_logps: Tensor  # (R, T) before the first update, in nats
+    old_values: Tensor  # (R, T) critic before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Return the mean of each completion's token advantages, without masked tokens."""
+        """Return mean token advantages per completion, without masked tokens."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
 
 class PPOTrainer(RolloutTrainer):
-    """Trainer for PPO, which computes an advantage for each token with a critic."""
+    """PPO, with token advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -72,7 +72,7 @@ class PPOTrainer(RolloutTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
-        # A separate critic has its own vision tower, which must process the images again.
+        # a separate critic needs the images for its own vision tower
         return self.options.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:
@@ -94,11 +94,11 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack the micro-batches of each optimizer step, with the advantages and returns of all tokens."""
+        """Pack the micro-batches for each optimizer step, with advantages and returns per token."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        scores = totals.nan_to_num(0.0)  # weighted sum of each sample's rewards, on all ranks
+        scores = totals.nan_to_num(0.0)  # weighted reward sums on all ranks
         if self.options.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
             scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)
@@ -109,7 +109,7 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack this rank's micro-batches of an optimizer step, and compute advantages and returns with GAE."""
+        """Pack this rank's micro-batches, with advantages and returns from GAE."""
         options = self.options
         normalizer = self.count_tokens(groups)
         batches = []
@@ -135,11 +135,11 @@ class PPOTrainer(RolloutTrainer):
         return batches
 
     def is_trained(self, sample: Sample) -> bool:
-        """Exclude completions for which all reward functions returned None."""
+        """Return False if all reward functions returned None."""
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute each completion token's log-probability, entropy and value: three tensors (tokens,)."""
+        """Compute log-probabilities, entropies and values for completion tokens: three tensors (tokens,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

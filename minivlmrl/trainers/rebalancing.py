@@ -1,9 +1,8 @@
-"""Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
+"""Balance completion lengths between ranks, so that no rank waits long.
 
-A group is a prompt with its completions. Ranks send each other token ids, rewards and the outputs of a frozen vision
-tower, but no images. The patches of one image can take 10 MB, so a group's new rank must read the prompt's image files
-again before it can train on the group. Therefore a group stays on its rank if moving it would balance the tokens only
-slightly.
+A group is a prompt with its completions. Ranks send token ids, rewards and outputs of a frozen vision tower, but no
+images: their patches can take 10 MB, so a group's new rank reads the files again. Therefore a group moves only for a
+considerable gain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,37 +15,37 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# A group moves only if that saves a rank more than this share of the mean number of tokens per rank.
+# minimum gain from a move, as a share of the mean tokens per rank
 WORTH_MOVING = 0.05
 
 
 @dataclass
 class SerializedGroup:
-    """A prompt's completions and rewards in a form that can be sent to other ranks."""
+    """A prompt's completions and rewards, to send to other ranks."""
 
-    index: int  # the row's index in the dataset
-    key: str  # the row's key, from which the seed for sampling its completions is derived
-    completions: list[Completion]  # the prompt's G completions
-    rewards: Tensor  # (G, K): K rewards per completion
+    index: int  # row index in the dataset
+    key: str  # seeds the row's completions
+    completions: list[Completion]  # G completions
+    rewards: Tensor  # (G, K)
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # Pickling a user's environment may fail, so no environment is sent to other ranks.
+            # pickling a user environment may fail
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-# a group on its way to another rank, its first sample's index, and its image embeddings
+# group, first sample's index, image embeddings
 Payload = tuple[SerializedGroup, int, Tensor | None]
 
 
 def load_groups(
     batches: Batches, groups: Sequence[SerializedGroup], first_samples: Iterable[int]
 ) -> list[list[Sample]]:
-    """Read the rows of groups, and return each group's samples; all ranks must call this function together."""
+    """Read rows for groups, and return their samples; all ranks must call this function."""
     rows = batches.rows([(group.index, group.key) for group in groups])
     batches.world.barrier("read images")
     loaded = []
@@ -60,7 +59,7 @@ def payload_of(samples: list[Sample]) -> Payload:
     first = samples[0]
     embeds = first.prompt.vision_embeds
     if embeds is not None:
-        embeds = embeds.cpu().clone()  # only this prompt's rows of a larger tensor
+        embeds = embeds.cpu().clone()  # copy: a view would keep a larger tensor
     return SerializedGroup.from_samples(samples), first.index, embeds
 
 
@@ -68,9 +67,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
     """Exchange groups between ranks, and return this rank's new groups, longest first.
 
     Args:
-        batches: reads the rows of the groups that this rank gets from other ranks.
-        groups: this rank's groups; all ranks have the same number of groups.
-        lengths: the number of tokens to train on in each group.
+        batches: reads rows for received groups.
+        groups: on this rank; the same number on all ranks.
+        lengths: tokens to train on, per group.
     """
     world = batches.world
     assignment = assign_groups(world.gather_objects(lengths))
@@ -91,20 +90,20 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 
 
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Assign groups to ranks, so that all ranks have the same number of groups and nearly the same number of tokens.
+    """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    The longest remaining group goes to the rank with the fewest tokens among the ranks that still have room. If its own
-    rank still has room, a group moves only to a rank whose number of tokens is smaller by more than WORTH_MOVING times
-    the mean. If no rank exceeds the mean by more than this share, no group moves.
+    The longest remaining group goes to the rank with the fewest tokens that has room. If its own rank has room, it
+    moves only for a difference above WORTH_MOVING times the mean. If no rank exceeds the mean by more than this,
+    nothing moves.
 
-    Example: the numbers of tokens in each rank's groups
+    Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
         after     rank 0: 9, 5, 2    rank 1: 8, 7, 1
 
     Args:
-        lengths: for each rank, the lengths of its groups.
+        lengths: tokens per group, for each rank.
     Returns:
-        For each rank, the groups that it receives, longest first, as (rank that has the group now, index of the group).
+        groups per rank, longest first, as (current rank, index there)
     """
     ranks = range(len(lengths))
     room = len(lengths[0])

@@ -1,4 +1,4 @@
-"""The reference model for DPO and for the KL penalty, by default a copy of the policy at the stage's start."""
+"""Reference model for DPO and the KL penalty, by default the policy when the stage starts."""
 
 import copy
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 
-# fields of ModelConfig that must be equal in the policy and the reference model, because both get the same inputs
+# ModelConfig fields that must be equal: both models get the same inputs
 MATCHING_FIELDS = [
     "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
     "vision_config.tokens_per_second",
@@ -29,10 +29,10 @@ MATCHING_FIELDS = [
 
 
 class Reference:
-    """Reference model without gradients: either a copy of the policy or a model from a folder.
+    """Reference model without gradients: a copy of the policy, or a model from a folder.
 
-    A frozen parameter never changes, so a copy shares it with the policy (unless FSDP shards the model). In the same
-    way, TRL's create_reference_model shares the layers that its argument num_shared_layers freezes.
+    A copy shares frozen parameters with the policy (without FSDP), like TRL's create_reference_model with
+    num_shared_layers.
     """
 
     def __init__(self, policy: VisionLanguageModel, options: ReferenceOptions, processor: Processor, world: World):
@@ -44,7 +44,7 @@ class Reference:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         elif policy.sharding is not None:
-            # A moving reference needs the policy's precision: in 16 bits, most moves would be rounded to 0.
+            # a moving reference needs the policy's precision: 16 bits would round most moves to 0
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
@@ -53,7 +53,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the reference model's log-probability of each token, in nats: (completions, tokens)."""
+        """Compute reference log-probabilities, in nats: (completions, tokens)."""
         with error_phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -61,11 +61,11 @@ class Reference:
 
 
 class SwappedParameters(nn.Module):
-    """Copies of some parameters, which can be swapped into a model for a forward pass."""
+    """Parameter copies, swapped into a model for a forward pass."""
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # The list hides the policy from torch, so a checkpoint saves the policy only once.
+        # a list hides the policy from torch: checkpoints save it once
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -76,11 +76,11 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap the values of the model's parameters with their copies; reshard an FSDP model before this call."""
-        # Call exchange() again before a backward pass: autograd does not notice a change of parameter.data.
+        """Swap parameter values with their copies; reshard an FSDP model first."""
+        # swap back before a backward pass: autograd does not see new parameter.data
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Exchanging two tensors allocates no memory, so the exchange cannot run out of memory halfway.
+                # allocates nothing: never out of memory halfway
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -92,7 +92,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference model: a separate model, or the policy with the copied parameters."""
+    """Yield the reference: a separate model, or the policy with copied parameters."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -106,7 +106,7 @@ def swapped_in(
 
 
 def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise ValueError unless the model in a folder takes the same inputs as the policy."""
+    """Raise ValueError unless the model in the folder takes the same inputs as the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
     for name in MATCHING_FIELDS:
@@ -116,7 +116,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference model from a folder, with the policy's sharding and compute dtype."""
+    """Load a reference from a folder, with sharding and compute dtype like the policy."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]

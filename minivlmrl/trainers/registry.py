@@ -1,11 +1,11 @@
-"""Registry of training stages, which a recipe names in the `stages` option, and their trainer classes."""
+"""Registry of training stages, named in the option `stages`."""
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.options import RunConfig
 from minivlmrl.errors import error_context, require
 from minivlmrl.trainers.base import Trainer
 
-# trainer classes of the built-in stages; a stage's module is imported only if a recipe names the stage
+# built-in trainers, imported when a recipe names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -16,7 +16,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class that an item of the `stages` option names: a key in TRAINERS, or file.py:Class."""
+    """Import the trainer for an item in `stages`: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
@@ -31,13 +31,13 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer class of a stage: a built-in class, or a class in a user's file."""
+    """Return the trainer for a stage, built-in or from a user file."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Let each stage's trainer class check the recipe, and return {stage: trainer class}."""
+    """Let trainers check the recipe, and return {stage: trainer}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     check_dtypes(config)
     for trainer in trainers.values():
@@ -46,7 +46,7 @@ def find_trainers(config) -> dict[str, type[Trainer]]:
 
 
 def check_dtypes(config: RunConfig):
-    """Raise ValueError if a recipe trains in float16, whose gradients would need loss scaling."""
+    """Raise ValueError for training in float16, which would need loss scaling."""
     for option in ("dtype", "compute_dtype"):
         if config.stage_names and getattr(config.model, option) == "float16":
             raise ValueError(

@@ -1,16 +1,16 @@
-"""Sample completions, compute their rewards and pack micro-batches, for trainers such as GRPO and PPO.
+"""Sample completions, compute rewards and pack micro-batches, for trainers such as GRPO and PPO.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K)    sample_and_score
          -> groups with about the same number of tokens on all ranks  rebalance
-         -> micro-batches of samples                                  split
+         -> samples, split by prompts or tokens                       split
          -> packed micro-batches                                      pack
 
-Letters in tensor shapes:
+Shapes:
 
-    this rank      B prompts, n = B * G samples in the order of their prompts; K reward functions
+    this rank      B prompts, n = B * G samples in prompt order; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define `build_micro_batches`, which computes advantages, and the `loss` method.
+GRPOTrainer and PPOTrainer define `build_micro_batches`, with advantages, and `loss`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ from minivlmrl.rewards.registry import RewardLog, training_rewards
 from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
 
-REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model computes
+REWARD_MODEL = "reward_model"  # reward from a trained reward model
 
 
 def reward_models():
@@ -48,16 +48,16 @@ def reward_models():
 
 
 class RolloutTrainer(Trainer):
-    """Base class for trainers that sample completions and learn from their rewards.
+    """Base class for trainers that sample completions and learn from rewards.
 
-    A stage that samples must have the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    Required options: num_generations, micro_batch_size, max_tokens_per_micro_batch.
     """
 
     samples_completions = True
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if the stage cannot train with the recipe's rewards or sampling options."""
+        """Raise ValueError if rewards or sampling options do not fit the stage."""
         if config.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, so all completions of a group would be identical; "
@@ -94,23 +94,22 @@ class RolloutTrainer(Trainer):
             self.reward_model = reward_models().RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if one frozen vision tower serves all models of the stage, and processes each image once."""
+        """Return True if one frozen vision tower serves all models, with one pass per image."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.config.reference.path is None and REWARD_MODEL not in self.config.rewards
 
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Compute a rollout's metrics, and pack each part of the groups into the micro-batches of one step."""
+        """Compute rollout metrics, and pack each part into micro-batches for one step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
-        """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
+        """Sample a rollout per batch of rows, and yield its optimizer steps.
 
-        Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 optimizer steps, and
-        each step trains on 8 prompts.
+        Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # set early, because a trial of the largest batch also rebalances groups
+        self.batches = batches  # set early: trials with the largest batch also rebalance
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -128,7 +127,7 @@ class RolloutTrainer(Trainer):
                 self.reward_log.trainer_state.global_step += 1
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory."""
+        """Pack completions with max_new_tokens tokens, to test whether a step fits in memory."""
         if samples_trajectories(self.config.sampling):
             return ()
         length = self.config.sampling.max_new_tokens
@@ -136,7 +135,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # A step may leave out groups with equal rewards, so the rewards in each group alternate between 0 and 1.
+        # different rewards in every group: equal ones may be left out
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -146,11 +145,11 @@ class RolloutTrainer(Trainer):
     # ----------------------------------------------------------------------------- sample and score
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a rollout for a batch of rows; dynamic sampling overrides this method to sample more rows."""
+        """Sample a rollout; dynamic sampling overrides this to sample more rows."""
         return self.sample_and_score(rows)
 
     def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a group of completions for each row, and compute their rewards."""
+        """Sample completions for each row, and compute their rewards."""
         with self.phase("preparation", rows):
             prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
@@ -169,7 +168,7 @@ class RolloutTrainer(Trainer):
         return reward_columns(rows, prompts, completions, self.processor, scores)
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute metrics of the rewards and completions of all ranks."""
+        """Compute reward and completion metrics over all ranks."""
         metrics = reward_metrics(rewards, totals, list(self.config.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | others
@@ -178,14 +177,14 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------- rebalance, split and pack
 
     def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange the groups of a step between ranks, so that all ranks train on about the same number of tokens.
+        """Exchange groups so that ranks train on about the same number of tokens.
 
         Args:
-            kept: for each group, the samples that are trained on.
+            kept: samples to train on, per group.
         """
         if self.world.size == 1:
             return groups
-        from minivlmrl.trainers.rebalancing import rebalance  # a run with one rank does not need it
+        from minivlmrl.trainers.rebalancing import rebalance  # not needed with one rank
 
         lengths = []
         for samples in kept:
@@ -194,7 +193,7 @@ class RolloutTrainer(Trainer):
         return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
-        """Split samples into micro-batches of micro_batch_size prompts or of max_tokens_per_micro_batch tokens."""
+        """Split samples into micro-batches by micro_batch_size prompts or max_tokens_per_micro_batch tokens."""
         size = self.options.micro_batch_size
         max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:
@@ -207,11 +206,11 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return True if the policy is trained on the sample."""
+        """Return True if the policy trains on the sample."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
-        """Count the samples of an optimizer step, and the tokens to train on, over all ranks."""
+        """Count samples and tokens to train on in a step, over all ranks."""
         samples = list(chain(*groups))
         trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
         tokens = sum(int(mask.sum()) for mask in trained)
@@ -219,7 +218,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples in the order of their prompts, and compute the reference model's log-probabilities."""
+        """Pack samples in prompt order, with reference log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
@@ -237,19 +236,19 @@ class RolloutTrainer(Trainer):
         )
 
     def ref_logps(self, group: GroupBatch) -> Tensor | None:
-        """Compute the reference's log-probabilities, (completions, tokens), or return None without a reference."""
+        """Compute reference log-probabilities (completions, tokens), None without a reference."""
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability and the entropy of each completion token at the sampling temperature."""
+        """Compute log-probabilities and entropies for completion tokens, at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and the differences between trainer and sampler log-probabilities, in nats.
+        """Compute the mean entropy, and differences between trainer and sampler log-probabilities, in nats.
 
         Args:
-            old_logps: (R, T) log-probabilities that the trainer computed for the policy before its update.
-            entropies: (M,) entropies of the policy's distributions at the completion tokens.
+            old_logps: (R, T) from the trainer, before the update.
+            entropies: (M,) from the policy, at completion tokens.
         """
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()

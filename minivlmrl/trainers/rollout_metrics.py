@@ -1,4 +1,4 @@
-"""Metrics over the completions of all ranks, named as in TRL."""
+"""Completion metrics over all ranks, named as in TRL."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -10,24 +10,24 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# metrics of GRPO's loss that add up over the micro-batches of a step; see GRPOTrainer.over_step
+# summed over a step; see GRPOTrainer.over_step
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums of rewards.
+    """Compute mean and standard deviation per reward, and the mean weighted sum.
 
     Args:
-        rewards: (n, K) rewards of the completions on all ranks; NaN where a reward function returned None.
-        total: (n,) weighted sums of the rewards.
-        names: names of the K rewards.
+        rewards: (n, K) on all ranks, NaN where a reward function returned None.
+        total: (n,) weighted sums.
+        names: K reward names.
     """
     if rewards.isnan().all():
         raise ValueError(
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
-    # Metrics of rewards are computed in float64, so that they do not depend on the order of the ranks.
+    # float64: same result in any rank order
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
@@ -36,7 +36,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 
 
 def completion_metrics(completions: Sequence[Completion], has_tools: bool, world: World) -> dict[str, float]:
-    """Compute metrics for completion lengths, tool calls and turns over all ranks."""
+    """Compute lengths, tool calls and turns over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]
@@ -52,13 +52,13 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Measure the spread of rewards over all completions, as in TRL, and within each group.
+    """Measure how rewards spread over all completions, as in TRL, and within groups.
 
     Args:
-        total: (n,) weighted sums of rewards of the completions on all ranks.
+        total: (n,) weighted reward sums on all ranks.
     Returns:
-        reward_std: standard deviation over all completions; group_reward_std: mean standard deviation within a group;
-        frac_reward_zero_std: fraction of groups with equal rewards.
+        reward_std: over all completions; group_reward_std: within groups, averaged; frac_reward_zero_std: share of
+        groups with equal rewards.
     """
     std = group_std(total.double(), num_generations)
     return {
@@ -69,7 +69,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Return each metric that reward functions have logged, averaged over all ranks; then empty the log."""
+    """Return metrics logged by reward functions, averaged over all ranks, and empty the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}

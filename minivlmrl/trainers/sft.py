@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT), which raises the probability of demonstrations; step 1 of InstructGPT."""
+"""Supervised fine-tuning (SFT) on demonstrations, step 1 of InstructGPT."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer for SFT on one demonstration for each prompt.
-
-    In a demonstration with several turns, only the assistant's turns are trained on.
-    """
+    """SFT on one demonstration per prompt; in conversations, only assistant turns are trained on."""
 
     stage = "sft"
     config_type = SFTOptions
@@ -34,17 +31,17 @@ class SFTTrainer(OfflineTrainer):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the loss on held-out demonstrations, averaged over all tokens in float64."""
+        """Compute the held-out loss, averaged over all tokens in float64."""
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
         size = self.options.micro_batch_size
-        sums = torch.zeros(2).double()  # sum of the loss over all tokens, and token count
+        sums = torch.zeros(2).double()  # loss over all tokens, token count
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier("read images")
             mask = batch.loss_mask
-            # Rows after the first `count` rows repeat rows of another rank and must not be counted twice.
+            # rows from `count` on are repeats from another rank
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
