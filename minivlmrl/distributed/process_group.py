@@ -248,7 +248,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # pyright: new_group may return a non-member
+                # new_group may return a non-member, by its types
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
