@@ -1,6 +1,6 @@
 """Draw the curves of docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.it_learns    # after benchmarks/sums.py
+python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
 """
 
 import json
@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from statistics import mean
 
-from docs.scripts.picture import BLUES, DOCS, FAINT, INK, SOFT, Picture
+from docs.scripts.picture import BLUES, DOCS, FAINT, INK, ORANGES, SOFT, Picture
 from recipes.sums import TRAINED
 
 PAGE = DOCS / "it_learns.md"
+COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
 TOP, BOTTOM, WIDTH = 60, 260, 290  # of a chart, in pixels
 
 
@@ -35,6 +36,26 @@ def chart(picture: Picture, left: float, last: float, label: str, curves: list[t
         picture.line([place(*point) for point in zip(xs, shares, strict=True)], color, thick)
 
 
+def draw_same_curve(results: dict) -> str:
+    """Draw the accuracy of all runs over steps and over CPU seconds."""
+    runs = results["runs"]
+    picture = Picture(760, 320, "TRL and minivlmrl learn the same curve over steps, and minivlmrl sooner over seconds")
+    for number, (side, colors) in enumerate(COLORS.items()):
+        picture.text(60 + 150 * number, 32, side, 18, colors[0], "start", bold=True)
+    picture.text(700, 32, "accuracy on 256 held-out pictures", 15, INK, "end")
+    shades = [(run, COLORS[run["side"]][1]) for run in runs]
+    by_step = [(run["steps"], run["accuracy"], shade, 1.5) for run, shade in shades]
+    for side, colors in COLORS.items():
+        mine = [run for run in runs if run["side"] == side]
+        means = [mean(values) for values in zip(*(run["accuracy"] for run in mine), strict=True)]
+        by_step.append((mine[0]["steps"], means, colors[0], 4))
+    chart(picture, 60, runs[0]["steps"][-1], "GRPO steps", by_step)
+    by_time = [(run["cpu_seconds"], run["accuracy"], shade, 2) for run, shade in shades]
+    longest = max(run["cpu_seconds"][-1] for run in runs)
+    chart(picture, 420, 50 * -(-longest // 50), "CPU seconds", by_time)
+    return picture.svg()
+
+
 def draw_sums(results: dict) -> str:
     """Draw the held-out accuracy of all runs of recipes/sums.yaml, sampled and greedy."""
     picture = Picture(760, 320, "A pretrained model learns arithmetic from rewards, but not from shuffled rewards")
@@ -44,6 +65,25 @@ def draw_sums(results: dict) -> str:
         curves = [(run["steps"], run[way], BLUES[0] if run["run"] == "grpo" else SOFT, 3) for run in results["runs"]]
         chart(picture, left, last, "GRPO steps; gray: shuffled rewards", curves)
     return picture.svg()
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Write the mean and the range of values, such as 0.90 (0.85 to 0.93)."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def same_curve_rows(results: dict) -> list[str]:
+    """Return the rows of the table about both trainers."""
+    rows = []
+    for number, step in enumerate(results["runs"][0]["steps"]):
+        cells = [str(step)]
+        for value, digits in (("accuracy", 3), ("cpu_seconds", 0)):
+            for side in COLORS:
+                cells.append(spread([run[value][number] for run in results["runs"] if run["side"] == side], digits))
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
 
 
 def sums_rows(results: dict) -> list[str]:
@@ -79,11 +119,12 @@ def kind_rows(results: dict) -> list[str]:
 
 
 TABLES = {  # heading cell of a table: JSON file and rows
+    "after steps": ("same_curve", same_curve_rows),
     "run": ("sums", sums_rows),
     "kind": ("sums", kind_rows),
     "clothes": ("clothes", clothes_rows),
 }
-PICTURES = {"images/sums.svg": draw_sums}
+PICTURES = {"images/same_curve.svg": draw_same_curve, "images/sums.svg": draw_sums}
 
 
 def page() -> str:
