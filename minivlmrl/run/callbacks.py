@@ -1,24 +1,24 @@
-"""Callbacks add behavior to the training loop without changing its code.
+"""Callbacks: extend the training loop without changing it.
 
-The training loop calls each callback's methods on all ranks, in this order:
+The loop calls these methods on all ranks, in this order:
 
 recipe        on_recipe       before the ranks connect
 ranks         on_setup        before rows and weights are loaded
 rows          on_rows         before the weights are loaded
 weights       on_model        before the output folder is written
 output        on_run_begin    after config.yaml and the log files were created
-stage         on_stage_begin  after the weights of a checkpoint were restored
-step          on_step_begin   after sampling, before the update of the weights
-              after_step      directly after the update, before a checkpoint can contain it
+stage         on_stage_begin  after a checkpoint was restored
+step          on_step_begin   after sampling, before the weight update
+              after_step      after the update, before any checkpoint
               on_step_end     after the step was logged
-evaluation    on_evaluation   before the first stage, between steps, and after each stage
+evaluation    on_evaluation   before the first stage, between steps, after stages
 checkpoint    state_dict      before a checkpoint is saved
-error         on_error        before the steps done so far are saved in a checkpoint
+error         on_error        before completed steps are saved
 end           on_run_end      even after an error or a signal
 
-The default callbacks watch a run, but do not change its numbers: they check recipe, rows and memory, write report.html,
-and warn if training does not learn or the loss ignores an input. They are extras, so a copy without extras/ has none.
-To add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+Default callbacks watch a run without changing its numbers: they check recipe, rows and memory, write report.html, and
+warn if training does not learn or the loss ignores an input. They are extras; a copy without extras/ has none.
+To add one: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 import sys
@@ -42,72 +42,71 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for callbacks, whose methods do nothing until a subclass overrides them."""
+    """Base class for callbacks; methods do nothing unless overridden."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        """Check the recipe before anything is loaded, and before the ranks connect."""
+        """Check the recipe before anything is loaded and before the ranks connect."""
 
     def on_setup(self, config: RunConfig, world: World):
-        """Check the recipe before rows and weights are loaded; raise ValueError to reject the recipe."""
+        """Check the recipe before rows and weights are loaded; raise ValueError to reject it."""
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Check the rows of all stages before the weights are loaded; raise ValueError to end the run.
+        """Check the rows before the weights are loaded; raise ValueError to end the run.
 
         Args:
-            datasets: the rows of each stage, {stage: rows}; the key "eval" has the held-out rows.
+            datasets: {stage: rows}, with held-out rows under "eval".
         """
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
         world: World,
     ):  # fmt: skip
-        """Check the rows against the model that was just built."""
+        """Check the rows against the new model."""
 
     def on_error(self, error: Exception):
-        """Handle an error that ends the run; raise a different exception to replace it."""
+        """Handle an error that ends the run; raise another exception to replace it."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Run code before the first stage of a run, after config.yaml and the log files were created."""
+        """Run code before the first stage, after config.yaml and the log files were created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Run code before a training stage starts or resumes."""
+        """Run code before a stage starts or resumes."""
 
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
-        """Run code in an optimizer step, after sampling the completions and before updating the weights."""
+        """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state that changes with every step, for example a reference model that follows the policy.
+        """Update state that changes with every step, such as a moving reference model.
 
-        The change counts as part of the weight update: a checkpoint contains both or neither, so a resumed run is
-        exact.
+        This counts as part of the weight update: a checkpoint contains both or neither, so a resumed run is exact.
 
         Args:
-            number: index of the step in its stage, from 0.
+            number: step in this stage, from 0.
         """
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Run code after an optimizer step, whose metrics are in `values`."""
+        """Run code after an optimizer step; `values` has its metrics."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        """Run code after an evaluation, whose metrics have been added to evaluations.jsonl."""
+        """Run code after an evaluation was added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Run code at the end of a run, even after an error or a signal."""
+        """Run code when the run ends, even after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return texts to save in a checkpoint, {name: text}; a resumed run finds them in TrainerState.logs."""
+        """Return {name: text} for a checkpoint; a resumed run finds the texts in TrainerState.logs."""
         return {}
 
 
 class Callbacks(list[Callback]):
-    """Callbacks of a run: a call of a method calls it on all of them, in order, and returns their results."""
+    """List of callbacks; a method call runs on all, in order, and returns their results."""
 
     def __getattr__(self, method: str) -> Callable[..., list]:
         return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
 
 
 class Watcher(Callback):
-    """Base class for callbacks that only watch; their errors are printed, and the run goes on without them."""
+    """Base class for callbacks that only watch: errors are printed, and the run continues without the callback."""
 
     failed = False
 
@@ -138,7 +137,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {what a callback watches: its class in extras/}
+WATCHERS = {  # {what to watch: class in extras/}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",
@@ -149,7 +148,7 @@ WATCHERS = {  # {what a callback watches: its class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> Callbacks:
-    """Build the callbacks of a run: those that watch it, unless extras/ is missing, and those that options name."""
+    """Build the default callbacks: watchers, unless extras/ is missing, and those named by options."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)

@@ -1,8 +1,7 @@
-"""Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
+"""Read and write checkpoint tensors as safetensors files, which cannot run code.
 
-Each rank writes its own rows of each sharded tensor. Four ranks can load a checkpoint that two ranks saved, because
-each rank reads its rows from the files of all ranks. Example: a rank that stores rows 128 to 255 of the tensor
-policy.lm_head.weight writes the rows with the key "128:policy.lm_head.weight".
+Ranks write their own rows of sharded tensors and read theirs from the files of all ranks, so four ranks can load what
+two saved. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -19,13 +18,13 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # bytes per block in sampled_blocks
-FILE_SIZE = 2**30  # approximate bytes of one checkpoint file, which is built in host memory
+FILE_SIZE = 2**30  # approximate file size in bytes; a file is built in host memory
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks of bytes from weight files, to compute a hash of the weights.
+    """Yield blocks from weight files, to hash them.
 
-    Training changes values in every block, so 1,024 evenly spaced blocks are enough for a file larger than 64 MiB.
+    Training changes values in every block, so files above 64 MiB are represented by 1,024 evenly spaced blocks.
     """
     for file in files:
         size = file.stat().st_size
@@ -36,7 +35,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of a tensor that this rank stores, and the index of the first of these rows."""
+    """Return this rank's rows of a tensor, and the index of the first."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -44,16 +43,16 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes a tensor; if several ranks hold the same rows, only one of them writes."""
+    """Return True if this rank writes a tensor; only one writes rows that several ranks hold."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # all ranks have identical tensors, and each writes its share
+    return number % world.size == world.rank  # tensors are the same on all ranks; they take turns
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's part of a checkpoint to files of about 1 GiB, and return the names of the files."""
+    """Write this rank's tensors to files of about 1 GiB; return the file names."""
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -72,7 +71,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Return {name of a tensor: [(first row, number of rows, file), ...]} for the files of a checkpoint."""
+    """Return {tensor name: [(first row, rows, file), ...]} for checkpoint files."""
     shards = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -84,13 +83,13 @@ def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows `start` to `end` (exclusive) of a tensor from the files of a checkpoint."""
+    """Read rows `start` to `end` (exclusive) of a tensor."""
     parts = []
     for first, num_rows, file in shards:
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # The safetensors file is closed after each read, to free the memory of the data that was read.
+            # close after each read: frees memory
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -98,7 +97,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, shards: list[tuple[int, int, Path]]):
-    """Copy the rows that this rank holds from a checkpoint into a tensor; raise ValueError if shape or dtype differ."""
+    """Copy this rank's rows from a checkpoint into a tensor; raise ValueError if shape or dtype differ."""
     saved_rows = sum(num_rows for _, num_rows, _ in shards)
     tensor_rows = len(tensor) if tensor.dim() else 1
     require(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

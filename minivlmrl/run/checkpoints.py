@@ -1,13 +1,13 @@
-"""Save and load checkpoints, from which training continues as if it had never stopped.
+"""Save and load checkpoints; a resumed run continues exactly.
 
-output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
+output_dir/states/000120/    after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
-    run.json                 TrainerState, the state of the run
+    run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-A run saves checkpoints only after the last optimizer step on a rollout, so a checkpoint contains no completions. A
-checkpoint contains no state of a random generator, because each random generator is seeded again from the run's seed
-and the current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
+Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. They contain no
+random states either: generators are seeded again from the run seed and the stage, step or row. Folders with incomplete
+checkpoints end with .partial.
 """
 
 import re
@@ -40,15 +40,15 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # the phase in which an error leaves some weights updated and others not
-NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
+UPDATE = "optimizer"  # phase in which an error leaves only some weights updated
+NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return {name: tensor} with the weights and the optimizer moments that a checkpoint saves."""
+    """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # Base weights of adapters are not saved, because a resumed run loads or initializes the base weights again.
+    # without base weights of adapters: a resumed run loads or initializes them again
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -61,13 +61,13 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the folders of all complete checkpoints in the folder states/ of a run, oldest first."""
+    """Return the complete checkpoints in a run's states/ folder, oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def remove_state(folder: Path):
-    """Delete a checkpoint, or only the link if the folder is a symbolic link."""
+    """Delete a checkpoint; if it is a symbolic link, only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -103,20 +103,20 @@ class CheckpointManager:
         self.world = world
         self.signals = signals
         self.callbacks = callbacks
-        self.resumed = None  # checkpoint folder that the next stage loads
-        self.stamps = {}  # file_stamps of this folder
-        self.newer: list[Path] = []  # later checkpoints, which a run that has begun deletes
+        self.resumed = None  # checkpoint for the next stage to load
+        self.stamps = {}  # its file_stamps
+        self.newer: list[Path] = []  # later checkpoints, deleted once the resumed run has begun
         self.saved_steps = 0  # optimizer steps at the last checkpoint
         self.saved_time = clock()  # time of the last checkpoint
-        self.stage = ""  # the stage that has begun; see `restore`
+        self.stage = ""  # stage in progress; see `restore`
         self.can_save = True  # False while a rollout is in use
 
     def after_update(self, state: TrainerState, ends_rollout: bool):
-        """After an update of the weights, record whether a checkpoint can be saved before the next update."""
+        """Record, after a weight update, whether a checkpoint can be saved before the next."""
         self.can_save = ends_rollout or self.ends_stage(state)
 
     def after_step(self, state: TrainerState, log: MetricsLog):
-        """Save a checkpoint after an optimizer step if one is due, and stop the run after a signal."""
+        """Save a checkpoint if one is due, and stop the run after a signal."""
         if self.can_save and self.is_due(state.steps, self.ends_stage(state)):
             self.ensure_saved(state, log, self.world)
         self.signals.stop_if_preempted()
@@ -125,11 +125,11 @@ class CheckpointManager:
         return state.step == getattr(self.config, self.stage).max_steps
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Return True on all ranks if the option checkpoint_minutes or checkpoint_steps requires a checkpoint now."""
+        """Return True on all ranks if checkpoint_minutes or checkpoint_steps require a checkpoint now."""
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:  # only rank 0 contributes, so that all ranks agree
+        if self.world.sum(is_late)[0]:  # only rank 0 contributes: all ranks must agree
             return True
         if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True
@@ -139,10 +139,10 @@ class CheckpointManager:
         return self.folder / f"{state.steps:06d}"
 
     def ensure_saved(self, state: TrainerState, log: MetricsLog, world: World):
-        """Save a checkpoint for the current step, unless one already exists.
+        """Save a checkpoint for the current step, unless one exists.
 
         Args:
-            world: the ranks that save together.
+            world: ranks that save together.
         """
         if self.saved_steps != state.steps:
             state.num_log_lines = log.lines_to_keep()
@@ -153,11 +153,11 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, state: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """After an error between two weight updates, save a checkpoint, and add a note on how to continue."""
+        """Save a checkpoint after an error between weight updates, and add a note on how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            # True if the current stage has begun in this process
+            # whether the current stage has begun in this process
             has_stepped = state.steps > 0 and self.stage == self.config.stage_names[state.stage]
             if has_stepped or isinstance(error, Preempted):
                 folder = None
@@ -172,10 +172,10 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, state: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
-        """Save a checkpoint after an error, on all ranks together or, if each rank holds all weights, on one of them.
+        """Save a checkpoint after an error, on all ranks or, if every rank holds all weights, on one.
 
         Returns:
-            the folder of the checkpoint; None if no checkpoint could be saved.
+            checkpoint folder, None if saving failed
         """
         try:
             is_saved = self.world.run_after_error(
@@ -188,7 +188,7 @@ class CheckpointManager:
         return self.folder_of(state) if is_saved else None
 
     def to_resume(self, datasets: Mapping[str, Dataset]) -> TrainerState:
-        """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
+        """Return the TrainerState to resume from, or a new one for a new run."""
         config = self.config
         media = datasets if self.world.is_main else {}  # other ranks have not read the files
         recipe, files = recipe_options(config), fingerprints(config, media)
@@ -212,8 +212,8 @@ class CheckpointManager:
         return state
 
     def compare(self, state: TrainerState, new: TrainerState):
-        """Print what has changed since the checkpoint; raise ValueError if rows would be skipped or repeated."""
-        # --resume=auto requires the rows of the earlier run; --resume=FOLDER accepts other rows.
+        """Print changes since the checkpoint; raise ValueError if rows would be skipped or repeated."""
+        # --resume=auto requires the same rows; --resume=FOLDER accepts others
         same_rows = self.config.resume == "auto"
         if not same_rows:
             state.rows = 0
@@ -228,9 +228,9 @@ class CheckpointManager:
                 print(change.text, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load weights and optimizer state from the checkpoint if the run resumes from one."""
+        """Load weights and optimizer state if the run resumes."""
         folder = self.resumed
-        self.resumed = None  # only the first stage of a resumed run starts from the checkpoint
+        self.resumed = None  # later stages do not start from the checkpoint
         if folder is not None:
             try:
                 with unchanged(folder, since=self.stamps):
@@ -256,9 +256,9 @@ class CheckpointManager:
                 read_into(tensor, name, shards[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that the `resume` option selects."""
+        """Read the checkpoint selected by `resume`."""
         resume = self.config.resume
-        # On a shared file system, ranks may see different checkpoints, so all ranks use the list of rank 0.
+        # rank 0's list for all: ranks may see different checkpoints on a shared file system
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -280,23 +280,23 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # A run that continues from another run's checkpoint has no checkpoint in its own folder yet.
+        # empty for a run that continues from another run's checkpoint
         if folders and state is not None:
             self.saved_steps = state.steps
         self.newer = [folder for folder in folders if state is None or int(folder.name) > state.steps]
         return state
 
     def delete_newer(self):
-        """Delete checkpoints after the one that was resumed, and parts of interrupted ones."""
+        """Delete checkpoints newer than the resumed one, and parts of interrupted ones."""
         if self.world.is_main:
             for folder in (*self.newer, *self.folder.glob("*.partial")):
                 remove_state(folder)
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None.
+        """Return a checkpoint's TrainerState; if damaged, print why and return None.
 
         Raises:
-            ValueError: the checkpoint cannot be read at the moment, for example because a network drive fails.
+            ValueError: temporarily unreadable, for example because a network drive fails.
         """
 
         def check() -> TrainerState:
@@ -321,7 +321,7 @@ class CheckpointManager:
             return None
 
     def save(self, folder: Path, state: TrainerState, world: World):
-        """Write a checkpoint on the ranks of `world`, and delete all but the two newest checkpoints."""
+        """Write a checkpoint on the ranks in `world`; delete all but the two newest."""
         draft = folder.with_name(folder.name + ".partial")
         with error_phase("save"):
             named_tensors = tensors(self.trainer, self.optimizer)
@@ -361,7 +361,7 @@ class CheckpointManager:
 
 
 def is_in_update(error: BaseException) -> bool:
-    """Return True if an error, or an error that it replaces, was raised while the weights were updated."""
+    """Return True if an error, or one that it replaced, was raised during a weight update."""
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "phase", "") == UPDATE:

@@ -1,4 +1,4 @@
-"""Open the datasets of a run: the rows of each training stage, and the held-out rows."""
+"""Open datasets: training rows per stage, and held-out rows."""
 
 import math
 import random
@@ -18,7 +18,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of training rows: columns that a data file needs in addition to the prompt}
+# {kind of training rows: required columns besides the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -35,17 +35,16 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return the rows of each stage, {stage: dataset}; the key "eval" holds the held-out rows, if there are any.
+    """Return {stage: dataset}, with held-out rows, if any, under "eval".
 
     All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
 
     Args:
-        config: the recipe.
-        stages: {stage: the kind of rows that it needs, a key in NEEDS}.
-        reward_columns: columns that rewards need in training rows, unless a file in data.train lists its rewards.
-        eval_columns: columns that rewards need in held-out rows.
-        world: the ranks; None is a single process.
-        reads: all columns that a stage or a reward may read; None stands for any column.
+        stages: {stage: key in NEEDS}.
+        reward_columns: required in training rows, unless a file in data.train lists its rewards.
+        eval_columns: required in held-out rows.
+        world: ranks, None = a single process.
+        reads: columns that a stage or a reward may read, None = any.
     """
     world = world or World()
     load = partial(_load_datasets, config, stages, reward_columns, eval_columns, world.is_main, reads)
@@ -53,7 +52,7 @@ def load_datasets(
 
 
 def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
-    """Return the columns of the data files that the stages, the rewards or the evaluations of a recipe read.
+    """Return the columns that stages, rewards or evaluations read.
 
     Returns:
         None if an environment, a stage from outside minivlmrl, or a reward with **columns may read any column.
@@ -84,7 +83,7 @@ def _load_datasets(
     if options.task is not None:
         return load_task(config, stages)
     open_file = partial(_open_file, options, checks_files, reads)
-    # Stages that train on the same file share its rows, so that the file is parsed once.
+    # stages on the same file share its rows: parsed only once
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -101,11 +100,11 @@ def _load_datasets(
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
     if options.eval_file and options.eval_rows:
-        # A recipe that trains only on pairs is evaluated on held-out pairs, without sampling.
+        # a recipe with pairs only is evaluated on held-out pairs, without sampling
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # without a stage, only the evaluation file is read, and it may already have the new names
+    if stages:  # evaluation alone: its file may already have the new names
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -124,7 +123,7 @@ def check_sources(options: DataOptions, stages: Mapping[str, str]):
 
 
 def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
-    """Raise ValueError if the option data.columns renames a column that no data file has."""
+    """Raise ValueError if data.columns renames a column that no data file has."""
     columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
     for name in renamed:
         if name not in columns:
@@ -136,7 +135,7 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
 
 
 def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Generate the training and held-out rows of the built-in task that the option data.task names."""
+    """Generate training and held-out rows for the built-in task in data.task."""
     assert config.data.task is not None
     training, held_out = get_task(config.data.task).datasets(config.data, config.seed)
     datasets = {}
@@ -153,7 +152,7 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError if the prompts of an optimizer step cannot be divided equally among the ranks."""
+    """Raise ValueError if ranks cannot share the prompts of a step equally."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
@@ -162,11 +161,11 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _open_section(
     config: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
 ) -> FileDataset:
-    """Open a file that data.train lists.
+    """Open a file in data.train.
 
     Args:
-        columns: columns that the stages need.
-        scores: columns that all rewards of the recipe need; empty if no stage uses rewards.
+        columns: required by stages.
+        scores: required by all rewards of the recipe, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -194,18 +193,18 @@ def _open_file(
     """Open a data file.
 
     Args:
-        rewards: names of the rewards that score the rows; empty for all rewards.
-        changed_options: options that replace those of the `data` section.
+        rewards: names of the rewards for its rows, empty = all.
+        changed_options: override the `data` section.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # The constant also replaces a column `row_rewards` in the file, because such a column is not meant for minivlmrl.
+    # overrides a column `row_rewards` in the file, which is not meant for minivlmrl
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)
 
 
 def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
-    """Concatenate the rows of several data files, and repeat them according to each file's option `weight`."""
+    """Concatenate data files, repeated by their `weight`."""
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):
@@ -215,9 +214,9 @@ def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDa
 
 
 def repeat(chosen: Sequence[int], weight: float) -> list[int]:
-    """Repeat the items of a list, so that the new list has `weight` times as many items.
+    """Repeat a list `weight` times.
 
-    Example: with the weight 2.5, every item occurs twice, and half of the items occur a third time, at the end.
+    Example: with the weight 2.5, all items occur twice, and half of them once more, at the end.
     """
     repeats = int(weight)
     items = [item for item in chosen for _ in range(repeats)]
@@ -226,13 +225,13 @@ def repeat(chosen: Sequence[int], weight: float) -> list[int]:
 
 
 def sample(strategy: str, total_rows: int) -> list[int]:
-    """Return the indices of the dataset rows that a strategy such as "first:100" or "random:10%" selects.
+    """Return the row indices that a strategy such as "first:100" or "random:10%" selects.
 
     Args:
-        strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
-            rows are the same for every run seed.
+        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up. Random rows do not depend
+            on the run seed.
 
-    Source: sampling_strategy in VLM-R1's grpo_rec.py.
+    Source: sampling_strategy in VLM-R1, grpo_rec.py.
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:

@@ -1,4 +1,4 @@
-"""Evaluate a model: sample answers to held-out rows at temperature 1 and greedily, and compute their rewards."""
+"""Evaluate a model on held-out rows: rewards at temperature 1 and greedy."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,25 +22,24 @@ from minivlmrl.rewards.registry import Reward, held_out_rewards, required_column
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
-BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave all probabilities unchanged
-# {kind of training rows: metric that a stage with such rows computes on the answers in held-out rows}
+BATCH_SIZE = 64  # maximum rows per rank at the same time
+BATCH_TOKENS = 16384  # upper limit of sampling.max_batch_tokens in an evaluation
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options without any change to the probabilities
+# {kind of training rows: metric on held-out answers}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
 def evaluate(
     model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
+    """Sample answers to held-out rows; return mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    The metric eval/accuracy_sampled is the mean of the `accuracy` reward at temperature 1, and eval/accuracy_greedy at
-    temperature 0. The option data.eval_without_images adds eval/accuracy_gray_image, measured with gray images, and
-    eval/accuracy_swapped_image, measured with the images of another row. The mean of a reward leaves out rows for which
-    the reward function returned None.
+    eval/accuracy_sampled is the mean `accuracy` reward at temperature 1, eval/accuracy_greedy at temperature 0.
+    data.eval_without_images adds eval/accuracy_gray_image, with gray images, and eval/accuracy_swapped_image, with
+    images from another row. Means skip rows whose reward is None.
     """
     rewards = held_out_rewards(config)
-    # All runs are evaluated without top_p and repetition_penalty, so that their accuracies can be compared.
+    # no top_p or repetition_penalty: accuracies stay comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -59,13 +58,13 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Return the sampling options for an evaluation: the built-in sampler, and batches of at most 16,384 tokens."""
+    """Return sampling options for an evaluation: built-in sampler, at most 16,384 tokens per batch."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
 
 
 def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:
-    """Return the metrics to report from the means {"greedy": [mean of each reward], "sampled": ...}."""
+    """Return metrics from means {"greedy": [mean per reward], "sampled": ...}."""
     values = {f"eval/{rewards[0]}_{way}": mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
         values[f"eval/{reward}_sampled"] = means["sampled"][k]
@@ -75,21 +74,25 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 
 def noise(before: float, after: float, num_rows: int) -> float:
-    """Return how far two means of values from 0 to 1 may differ by chance: two standard errors of the difference."""
-    # Values from 0 to 1 have at most the variance of correct or incorrect answers with the same mean. One correct and
-    # one incorrect answer are added, because otherwise 0 correct answers out of 30 would have no noise at all.
+    """Return two standard errors of the difference between two means of values in [0, 1]."""
+    # Upper bound: values from 0 to 1 vary at most as much as correct and incorrect answers with the same mean. One
+    # correct and one incorrect answer are added; otherwise 0 correct out of 30 would have no noise.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
 def lowered_metrics(config: RunConfig) -> set[str]:
-    """Return the metrics that training lowers: the loss, and the means of rewards with a negative weight."""
+    """Return the metrics that training lowers: the loss, and rewards with a negative weight."""
     lowered = [name for name, weight in config.rewards.items() if weight < 0]
     return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
 
 
 def check_best_metric(config: RunConfig, needs: Collection[str]):
-    """Raise ValueError if no evaluation measures best_metric; `needs` lists the kinds of rows of the run's stages."""
+    """Raise ValueError if no evaluation measures best_metric.
+
+    Args:
+        needs: kinds of rows, over all stages.
+    """
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
@@ -104,9 +107,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return another row's images and videos, repeated or cut to match the number in the given row.
+    """Return the next row's images and videos, repeated or cut to match this row's count.
 
-    The images are resized to the sizes of the given row's images, so that boxes are compared in the same units.
+    They are resized to this row's image sizes, so boxes keep their units.
     """
     others = {}
     for name in ("images", "videos"):
@@ -117,7 +120,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {ending of a metric's name: function that replaces the images and videos of a row}
+# {metric suffix: function that replaces images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -130,19 +133,18 @@ def generate_for_rows(
     describe: Callable,
     images: Callable[[Row, Dataset], dict[str, list]] | None = None,
 ) -> Iterator[list]:
-    """Sample completions for all rows, and yield a list of results for each batch of rows.
+    """Sample completions for all rows, and yield results per batch.
 
-    The rows of a batch are divided among the ranks, but each rank yields the results of all rows.
+    Ranks share the rows, but all yield all results.
 
     Args:
-        key: first part of the key that seeds the sampling for a row; the row's index is the second part.
-        describe: function (row, completions, rewards) that returns a row's result; `rewards` has a list of numbers for
-            each completion.
-        images: function from IMAGE_ABLATIONS that replaces each row's images, or None.
+        key: seeds the sampling, together with the row index.
+        describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
+        images: function in IMAGE_ABLATIONS to replace the images, None = keep them.
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # Reward functions get None for a column that a held-out row does not have.
+    # None for columns missing in held-out rows
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -160,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # With two ranks, rank 0 has sampled answers to rows 0, 2, 4, ..., and rank 1 to rows 1, 3, 5, ...
+        # with two ranks: rank 0 sampled rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
@@ -170,7 +172,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Sample `count` completions for each row; return the rewards, (rows * count, functions), and the completions."""
+    """Sample `count` completions per row; return rewards (rows * count, functions), and completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.barrier("read images")
     completions = sample(prompts, count, [row.key for row in rows])

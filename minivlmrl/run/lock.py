@@ -1,4 +1,4 @@
-"""Lock the output folder of a run, so that no other run writes to the folder."""
+"""Lock the output folder, so no other run writes to it."""
 
 import errno
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from uuid import uuid4
 
 from minivlmrl.kernels.file_lock import lock_file
 
-NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems without locks
+NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # file systems without locks
 
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the output folder of a run, lock its file .lock, and check that all ranks see the file.
+    """Create and lock the output folder (file .lock), and check that all ranks see it.
 
     Raises:
-        ValueError: on all ranks, if another run holds the lock, or if a rank does not see rank 0's folder.
+        ValueError: on all ranks, if another run holds the lock or a rank does not see rank 0's folder.
     """
     path = Path(folder) / ".lock"
     with ExitStack() as closing:
@@ -32,7 +32,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                     "choose another folder."
                 ) from error
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # without locks, other runs are not detected
+                if error.errno not in NO_LOCKS:  # without locks, other runs go undetected
                     raise
             if world.size == 1:
                 return ""

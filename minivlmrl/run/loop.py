@@ -1,8 +1,4 @@
-"""The training loop.
-
-run_training starts a run, train_stages calls train_stage for each stage, and train_stage calls optimizer_step for each
-step.
-"""
+"""Training loop: run_training > train_stages > train_stage > optimizer_step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,15 +30,14 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train a model according to a recipe, as a single process or as one of several ranks.
+    """Train a model according to a recipe, in one process or as one of several ranks.
 
-    The code below begins with checks that take no time, and ends with work that takes minutes.
+    Fast checks come first, work that takes minutes last.
 
     Args:
-        config: the recipe.
-        callbacks: objects whose methods the training loop calls; defaults to `default_callbacks(config)`.
+        callbacks: defaults to `default_callbacks(config)`.
     Returns:
-        The exit code of the process: 0, or 75 if a signal ended the run.
+        exit code: 0, or 75 if a signal ended the run
     """
     # recipe
     callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
@@ -54,21 +49,20 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
-    world = signals.world  # with the function stop_if_preempted, which ends the run after a signal
+    world = signals.world  # its stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
         # rows, processor and weights
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # This check may ask the user to delete earlier results, so it comes last, when the run has passed all other
-            # checks.
+            # last: may ask the user to delete earlier results
             check_output_dir(config)
 
         # output folder
         checkpoints = CheckpointManager(config, world, signals, callbacks)
         signals.can_stop = lambda: checkpoints.can_save
         state = checkpoints.to_resume(datasets)
-        if world.is_main:  # only now, so that a run that fails earlier writes no files
+        if world.is_main:  # not earlier: a run that fails before writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with (
@@ -91,7 +85,7 @@ def train_stages(
     state: TrainerState,
     callbacks: Callbacks,
 ):
-    """Train the stages of a recipe, of a resumed run from the stage in which it stopped, and write the results."""
+    """Train the stages of a recipe, from where a resumed run stopped, and write the results."""
     config = results.config
     resumed = checkpoints.resumed
     first = state.stage
@@ -103,9 +97,9 @@ def train_stages(
         if trainer is not None:
             results.save_stage(trainer)
         steps_done = state.step if number == first else 0
-        with error_phase("load"):  # including the reference and the optimizer's parameters
+        with error_phase("load"):  # including reference model and optimizer
             trainer = trainers[stage](config, results.model, results.processor, log.world, steps_done)
-        if number > first:  # after loading, so that no step is lost if memory runs out
+        if number > first:  # after loading: no step is lost if memory runs out
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
@@ -120,19 +114,19 @@ def train_stages(
 def replace_files(
     results: Results, log: MetricsLog, checkpoints: CheckpointManager, resumed: Path | None, callbacks: Callbacks
 ):
-    """Replace the files of an earlier run; an error before this call leaves them as they were."""
+    """Replace the files of an earlier run; any earlier error leaves them unchanged."""
     checkpoints.delete_newer()
     log.open_files(resumed)
     results.write_config()
     for callback in callbacks:
         callback.on_run_begin(results.config, log)
-        log.callback(callback.on_run_end)  # called even after an error or a signal
+        log.callback(callback.on_run_end)  # even after an error or a signal
     log.world.barrier("begin its trackers and callbacks")
 
 
 @contextmanager
 def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
-    """Context manager that passes an error raised in its block to the callbacks."""
+    """Context manager: pass an error to the callbacks."""
     try:
         yield
     except Exception as error:
@@ -150,7 +144,7 @@ def train_stage(
     state: TrainerState,
     callbacks: Callbacks,
 ):
-    """Train one stage of a recipe, from its first step or from a checkpoint."""
+    """Train one stage, from its first step or from a checkpoint."""
     stage = trainer.stage
     options = trainer.options
     batches = Batches(rows, trainer, state.batches_consumed)
@@ -158,7 +152,7 @@ def train_stage(
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
-        # A due checkpoint has been saved, so a run that is killed in the evaluation loses no step.
+        # a due checkpoint is already saved: no step is lost if the evaluation is killed
         results.evaluate_if_due(trainer, number)
         if number == options.max_steps:
             break
@@ -167,7 +161,7 @@ def train_stage(
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # because `after_step` is part of the update
+            with error_phase(UPDATE):  # `after_step` is part of the update
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise ValueError(
@@ -186,13 +180,13 @@ def train_stage(
 
 
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
-    """Compute the gradients of all micro-batches, update the weights once, and return the metrics of the step.
+    """Compute gradients over all micro-batches, update the weights once, and return the metrics.
 
-    The gradients are summed over micro-batches and ranks, and clipped by their global norm.
+    Gradients are summed over micro-batches and ranks, and clipped by their global norm.
 
     Raises:
-        FloatingPointError: the loss or the gradient norm is not finite.
-        ValueError: sampler and trainer compute different log-probabilities.
+        FloatingPointError: loss or gradient norm not finite.
+        ValueError: log-probabilities of sampler and trainer differ.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):
@@ -211,19 +205,18 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
-    """Add up the gradients of a step's micro-batches, and return the metrics over all ranks."""
+    """Add up gradients over micro-batches, and return metrics over all ranks."""
     world = trainer.world
-    parts = []  # each micro-batch's metrics, and how many tokens or answers each was averaged over
-    # If only the vision tower is trained, a micro-batch without images needs no backward pass.
+    parts = []  # metrics per micro-batch, with their weights: tokens or answers
+    # a trained vision tower alone needs no backward pass without images
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # The ranks of a sharded model wait for each other in every layer. If all begin with their longest micro-batch,
-        # micro-batches with similar lengths run at the same time. Micro-batches without a gradient come first, because
-        # FSDP may reduce all gradients in the last backward pass.
+        # Ranks with a sharded model wait for each other in every layer; longest first, so similar lengths run
+        # together. Micro-batches without gradients come first: FSDP may reduce all gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -238,7 +231,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if has_gradient(batch) or loss.requires_grad:  # sharded ranks may share another rank's images
+                if has_gradient(batch) or loss.requires_grad:  # sharded: the images may be another rank's
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.counts(values)))

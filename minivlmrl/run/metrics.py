@@ -1,7 +1,6 @@
-"""Log the metrics of a run to JSON-lines files, a progress bar and trackers.
+"""Log metrics to JSON lines files, a progress bar and trackers.
 
-Two runs of the same recipe with the same seed write identical metrics.jsonl files. Times and peak memory, which differ
-from run to run, are written to timings.jsonl.
+Equal recipes and seeds write identical metrics.jsonl files. Times and peak memory differ; they go to timings.jsonl.
 """
 
 import importlib.util
@@ -35,23 +34,23 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_STEPS = 10  # steps in the mean of a speed line
-MANY_STEPS = 50  # longer stages print every tenth step
-# {metric: function that combines the values of micro-batches}; other metrics are averaged
+SPEED_STEPS = 10  # steps per mean in a speed line
+MANY_STEPS = 50  # longer stages print only every tenth step
+# {metric: how to combine micro-batches}; others are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# {metric: (its mean, number of tokens or answers that were averaged)}
+# {metric: (mean, weight: tokens or answers)}
 Means = dict[str, tuple[float, float]]
 
 
 class MetricsLog(ExitStack):
-    """Write the log files, the completions, the trackers and the progress bar, on rank 0 only."""
+    """Write log files, completions, trackers and the progress bar, on rank 0 only."""
 
     def __init__(self, config: RunConfig, world: World, state: TrainerState):
         super().__init__()
         self.config = config
         self.world = world
         self.state = state
-        self.steps = state.steps  # optimizer steps done in all stages
+        self.steps = state.steps  # optimizer steps, all stages
         self.begin_time = 0.0  # start of the current stage
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
         self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
@@ -65,7 +64,7 @@ class MetricsLog(ExitStack):
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
-        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)  # number of lines in each log file
+        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)  # lines per log file
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, self.state, resumed)
@@ -76,7 +75,7 @@ class MetricsLog(ExitStack):
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files. An error while closing does not replace an earlier error of the run."""
+        """Close callbacks, trackers and files; an error on the way does not replace the run's own."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:
@@ -90,12 +89,12 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # unbuffered, so that closing the file on a full disk does not fail once more
+        while rest:  # unbuffered: closing the file on a full disk must not fail again
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, with the number of optimizer steps over all stages."""
+        """Send metrics to the trackers, at the total number of optimizer steps."""
         for log in self.trackers:
             log(values, self.steps)
 
@@ -103,41 +102,39 @@ class MetricsLog(ExitStack):
         """Start a stage with a new progress bar.
 
         Args:
-            steps_done: optimizer steps that a resumed stage has already done.
-            seconds: time that these steps took.
+            steps_done: optimizer steps before a resume.
+            seconds: duration of these steps.
         """
         self.trainer = trainer
         self.name = trainer.stage
         bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
-        # After an error, closing the progress bar lets the error message start on a new line.
+        # closed after an error: the message starts on a new line
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # Discard times before the first step, such as the time of the memory check.
+        # times before the first step, such as the memory check, do not count
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Remember how many lines each log file has after a step; the next checkpoint saves these numbers.
+        """Remember the line counts after a step, for the next checkpoint.
 
-        Rank 0 sends the numbers to the other ranks, because one of those may save the next checkpoint alone after an
-        error.
+        Rank 0 sends them to all ranks: after an error, another rank may save the checkpoint alone.
         """
         counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
         self.line_counts = dict(zip(self.num_lines, map(int, counts), strict=True))
 
     @property
     def seconds(self) -> float:
-        """Return the stage's training time in seconds, without the time of evaluations."""
+        """Return the training time of this stage in seconds, without evaluations."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Write the log files to disk, and return {log file: number of lines} for a checkpoint.
+        """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        Lines that an evaluation wrote after the last step do not count, because a resumed run evaluates again. After an
-        error between an update and `snapshot_line_counts`, all lines count, but ranks other than 0 do not know how many
-        lines there are.
+        Evaluations after the last step do not count: a resumed run repeats them. After an error between an update and
+        `snapshot_line_counts`, all lines count, but only rank 0 knows how many there are.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -146,7 +143,7 @@ class MetricsLog(ExitStack):
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, first to the files, so that no line is lost if a tracker fails."""
+        """Log an optimizer step, files first: no line is lost if a tracker fails."""
         self.steps += 1
         self.line_counts = None
         line = {"stage": self.name, "step": number}
@@ -174,7 +171,7 @@ class MetricsLog(ExitStack):
         self.timings.append(timing)
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print the warning with the number of completed steps."""
+        """Append a warning to warnings.jsonl, and print it with the completed steps."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
@@ -189,7 +186,7 @@ class MetricsLog(ExitStack):
         shown = dict(zip(names, shown.values(), strict=True))
         self.bar.update(values=dict(list(shown.items())[:3]))
         done, total = number + 1, self.bar.total
-        # a notebook keeps all printed lines
+        # notebooks keep all printed lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             values = [f"{name}={value}" for name, value in shown.items()]
@@ -199,8 +196,8 @@ class MetricsLog(ExitStack):
         """Log an evaluation on held-out rows.
 
         Args:
-            steps_done: optimizer steps that the stage took before the evaluation.
-            seconds: duration of the evaluation, which does not count as training time.
+            steps_done: optimizer steps in this stage before it.
+            seconds: duration, not counted as training time.
         """
         self.begin_time += seconds
         self.evaluated = values
@@ -214,7 +211,7 @@ class MetricsLog(ExitStack):
         self.bar.print(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the progress bar, print the speed, and return the seconds of training."""
+        """Close the progress bar, print the speed, and return the training time in seconds."""
         if self.timings:
             self.bar.print(f"speed, {self.name}: {describe_speed(self.timings)}")
         self.bar.close()
@@ -222,7 +219,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names would become equal."""
+    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names become equal."""
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names
@@ -233,14 +230,14 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or cut a resumed run's log back to its checkpoint; return how many lines the file has."""
+    """Create a log file, or cut it back to the resumed checkpoint; return its number of lines."""
     if resumed is None:
         path.write_bytes(b"")
         return 0
     source = folder_of_logs(path.parent, resumed) / path.name
     if source.is_file() and not (path.is_file() and source.samefile(path)):
         shutil.copyfile(source, path)
-    # If the checkpoint does not list the log file, num_lines is None, and all lines are kept.
+    # None for a log file unknown to the checkpoint: keep all lines
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
@@ -256,10 +253,10 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
-    """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
+    """Raise ValueError if log-probabilities from sampling and training differ.
 
-    In float32, the log-probabilities from sampler and trainer may differ by at most rollout.max_logp_mismatch nats. In
-    bfloat16, the root mean square of the differences may be at most a tenth of rollout.max_logp_mismatch.
+    In float32 the maximum difference is rollout.max_logp_mismatch nats; in bfloat16 the root mean square may be at most
+    a tenth of it.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -276,9 +273,9 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count the tokens of this rank's prompts and completions in a step; a prompt counts once for all completions.
+    """Count this rank's tokens in a step: prompts once per group, and all sampled completions.
 
-    Sampled completions count even if they are not trained on, because their group has equal rewards.
+    Completions count even if they are not trained on because their group has equal rewards.
     """
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
@@ -287,7 +284,7 @@ def tokens_of(step: Step) -> int:
 
 
 def memory_use() -> dict[str, float]:
-    """Return the peak memory of this process in GiB and, on a GPU, the allocated, the reserved and the free memory."""
+    """Return peak memory in GiB; on a GPU, also allocated, reserved and free memory."""
     if torch.cuda.is_available():
         use = {
             "peak_memory_gib": torch.cuda.max_memory_allocated(),
@@ -306,7 +303,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format the mean times of several optimizer steps, and the GPU memory after the last step."""
+    """Format mean times over optimizer steps, and GPU memory after the last."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)
@@ -325,14 +322,14 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], dict[str, float]]]) -> list[Means]:
-    """Convert the metrics of micro-batches from tensors to floats, in one transfer from the GPU."""
+    """Convert micro-batch metrics to floats, in one GPU transfer."""
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
     return [{name: (next(numbers), counts[name]) for name in metrics} for metrics, counts in parts]
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or answers."""
+    """Average metrics over micro-batches or ranks, weighted by tokens or answers."""
     merged = {}
     for name in parts[0]:
         means = [part[name] for part in parts]
@@ -355,6 +352,6 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Import the tracker that the option report_to names, such as wandb."""
+    """Import a tracker in report_to, such as wandb."""
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))

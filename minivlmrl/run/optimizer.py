@@ -1,4 +1,4 @@
-"""Build the optimizer, sum and clip gradients, and compute the learning-rate schedule."""
+"""Build the optimizer, sum and clip gradients, and compute the learning rate."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build PyTorch's AdamW, with the fused implementation on all devices except the meta device."""
+    """Build PyTorch's AdamW, fused on all devices but meta."""
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -26,8 +26,8 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the recipe's optimizer for all parameters that require gradients."""
-    # FSDP may still hold full weights after a forward pass; the optimizer must get the shards instead.
+    """Build the optimizer for all parameters that require gradients."""
+    # shards, not full weights, which FSDP may still hold after a forward pass
     reshard(model)
     return make_optimizer(trained_parameters(model), options, section)
 
@@ -40,9 +40,9 @@ def make_optimizer(parameters: list, options: TrainingOptions, section: Optimize
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create the optimizer's state by making one step in which all gradients are 0.
+    """Create optimizer state by a step with zero gradients.
 
-    Weight decay changes the weights in this step, so load the weights of a checkpoint only afterwards.
+    Weight decay changes the weights, so load a checkpoint only afterwards.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -51,7 +51,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Test the recipe's optimizer on two small weights, before the model is loaded."""
+    """Test the optimizer on two small weights, before the model is loaded."""
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = make_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)
@@ -60,7 +60,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # The training loop writes each step's learning rate to group["lr"].
+            # the training loop writes group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
@@ -72,22 +72,20 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Sum the gradients over all ranks, clip them, and return their norm before clipping."""
-    if not is_sharded(model):  # FSDP has already summed the gradients of a sharded model
+    """Sum gradients over ranks, clip them, and return the norm before clipping."""
+    if not is_sharded(model):  # sharded gradients: FSDP has already summed them
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     return gather_full_tensor(norm).item()
 
 
 def learning_rate(step: int, options: TrainingOptions) -> float:
-    """Return the learning rate of an optimizer step; steps are counted from 0.
+    """Return the learning rate for a step, from 0.
 
-    The learning rate rises linearly over warmup_steps, and then decays to min_lr_ratio * learning_rate at max_steps.
-    In the warmup, step k has the learning rate of TRL's step k + 1, because TRL begins with 0. After the warmup,
-    step k has the same learning rate as in TRL.
+    It rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. During warmup, step k
+    has the rate of TRL's step k + 1, because TRL begins with 0; afterwards both agree.
 
-    Example: with learning_rate 1, warmup_steps 2, max_steps 6 and linear decay, the six steps have
-    the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.
+    Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
     if step < options.warmup_steps:
         return options.learning_rate * (step + 1) / options.warmup_steps

@@ -1,4 +1,4 @@
-"""Run the process of one rank, and report errors to the user and to torchrun."""
+"""Run one rank's process, and report errors to the user and to torchrun."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:
-    """Return True on rank 0, even if torch.distributed is not initialized."""
+    """Return True on rank 0, even without torch.distributed."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -28,12 +28,12 @@ def report_user_error(message: str):
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or is_first():  # so that the line is printed once, not by every rank
+    if not error_file or is_first():  # print once, not on every rank
         print(message, file=sys.stderr, flush=True)
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """After a failed collective operation, describe which rank ended or hangs; return "" if all ranks answer."""
+    """Describe which rank ended or hangs after a failed collective; "" if all answer."""
     failures = []
 
     def ask():
@@ -45,11 +45,11 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # only rank 0 waits with a time limit
+    if asking.is_alive():  # only rank 0 has a time limit
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
-    # torchrun shows the error that is reported first, so wait until the failed rank has reported its own.
+    # torchrun shows the first reported error: let the failed rank report first
     time.sleep(3)
     named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{failures[0]}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -60,16 +60,16 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call the function `work` on one rank, and exit the process with the code that `work` returns.
+    """Call `work` on one rank, and exit with its code.
 
-    The exit code is 2 after an error that the user can correct, and 1 after a bug or the loss of a rank.
+    Exit code 2: an error that the user can correct; 1: a bug or a lost rank.
     """
 
     @record
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # `record` would mistake sys.exit(0) for the end of the run
+        except SystemExit as error:  # `record` would take sys.exit(0) for the end of the run
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)
@@ -79,7 +79,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # Ignore SIGTERM from torchrun, which would end this rank before lost_ranks returns.
+            # SIGTERM from torchrun would end this rank before lost_ranks returns
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -96,5 +96,5 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # During Python's shutdown, gloo may abort the process (pytorch/pytorch#179291); os._exit skips the shutdown.
+    # skip Python's shutdown: gloo may abort there (pytorch/pytorch#179291)
     os._exit(code or 0)

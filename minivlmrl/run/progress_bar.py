@@ -1,4 +1,4 @@
-"""Show the progress of a loop on the last line of the terminal."""
+"""Show a progress bar on the last line of the terminal."""
 
 import os
 import re
@@ -6,30 +6,30 @@ import sys
 import time
 from datetime import timedelta
 
-SECONDS = 0.5  # the bar is drawn again after at least this time
+SECONDS = 0.5  # minimum time between updates
 
 
 def cut(line: str, width: int) -> str:
-    """Cut a line between two words, because the first digits of a number would be a wrong number."""
+    """Cut a line between words: cut numbers would be wrong."""
     match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
     return match[0].rstrip(",") if match else ""
 
 
 class ProgressBar:
-    """A bar that shows the completed steps, the remaining time, the rate and some values.
+    """Bar with steps, remaining time, rate and values.
 
-    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". The bar is on stderr, and is
-    hidden if stderr is not a terminal.
+    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". It is on stderr, hidden if stderr
+    is not a terminal.
     """
 
     def __init__(self, name: str, total: int, is_main: bool = True, initial: int = 0, leave: bool = True):
         """Draw the bar.
 
         Args:
-            total: number of steps in the whole loop.
-            is_main: True on rank 0; the other ranks show no bar.
-            initial: number of steps that an earlier run has done.
-            leave: whether the bar stays on the terminal after the end.
+            total: steps in the whole loop.
+            is_main: True on rank 0; other ranks show no bar.
+            initial: steps from an earlier run.
+            leave: whether the bar stays on the terminal at the end.
         """
         self.name = name
         self.total = total
@@ -42,14 +42,14 @@ class ProgressBar:
         self.draw()
 
     def update(self, steps: int = 1, values: dict[str, str] | None = None):
-        """Advance the bar by a number of steps, and show values next to the rate."""
+        """Advance the bar, and show values next to the rate."""
         self.done += steps
         self.values = "".join(f", {name}={value}" for name, value in (values or {}).items())
         if time.perf_counter() - self.drawn >= SECONDS:
             self.draw()
 
     def line(self) -> str:
-        """Return the text of the bar."""
+        """Format the bar."""
         seconds = time.perf_counter() - self.begin
         share = self.done / max(self.total, 1)
         left = rate = "?"
@@ -66,7 +66,7 @@ class ProgressBar:
         self._replace(self.line())
 
     def print(self, text: str, file=None):
-        """Print a line of text above the bar."""
+        """Print text above the bar."""
         self._replace("", "\r")
         print(text, file=file, flush=True)
         self.draw()
@@ -80,7 +80,7 @@ class ProgressBar:
         self.hidden = True
 
     def _replace(self, line: str, end: str = ""):
-        """Write a line over the bar, cut between words to the terminal's width."""
+        """Write a line over the bar, cut between words to terminal width."""
         if not self.hidden:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns
             print(f"\r{cut(line, width - 1):{width - 1}}", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of the recipe and of the files that it names, to say what has changed in a resumed run."""
+"""Compare a resumed run with its checkpoint: options, and contents of files in the recipe."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -20,19 +20,19 @@ from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
-# options of a training stage that determine how many rows a batch has
+# stage options behind the number of rows in a batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 
 
 class Change(NamedTuple):
-    """A difference between a checkpoint and the recipe or the files of a resumed run."""
+    """Difference between a checkpoint and a resumed run."""
 
     text: str  # for the user
     moves_rows: bool  # whether the rest of the stage would skip or repeat rows
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
-    """Return the options that a resumed run compares, such as {"grpo.beta": 0.04}, and the number of threads."""
+    """Return options to compare, such as {"grpo.beta": 0.04}, and the number of threads."""
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
@@ -43,7 +43,7 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     """Hash the files of a run.
 
     Args:
-        datasets: the rows whose image and video files are included.
+        datasets: rows with images and videos to include.
     """
     found = Fingerprints()
     if config.adapter.r:
@@ -64,7 +64,7 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
 
 
 def row_files(data: DataOptions) -> dict[str, str]:
-    """Return the data files that a recipe names, {option: file}."""
+    """Return the data files in a recipe: {option: file}."""
     files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
     files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
     files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
@@ -72,7 +72,7 @@ def row_files(data: DataOptions) -> dict[str, str]:
 
 
 def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None):
-    """Raise ValueError if the base weights of an adapter have changed, which a checkpoint does not contain."""
+    """Raise ValueError if an adapter's base weights have changed: the checkpoint does not contain them."""
     both = old.files.base, new.files.base
     quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
     if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:
@@ -83,7 +83,7 @@ def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None)
 
 
 def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterator[Change]:
-    """Yield what has changed since the checkpoint `saved`: first options, then the contents of files."""
+    """Yield changes since the checkpoint `saved`: options, then file contents."""
     stage = new.stages[old.stage]
     batch_sizes = [f"{stage}.{name}" for name in BATCH_SIZE_OPTIONS] if old.rows else []
     for name in sorted(old.recipe.keys() | new.recipe.keys()):
@@ -97,7 +97,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         ("code in", old.files.code, new.files.code),
     )
     for words, before, now in tables:
-        for name in sorted(before.keys() & now.keys()):  # if only one has it, the option that names it has changed
+        for name in sorted(before.keys() & now.keys()):  # if in one only, the option with the file name has changed
             if before[name] != now[name]:
                 moves_rows = words == "rows of" and is_about_rows(name)
                 yield Change(f"changed since {saved} was saved: {words} {name}", moves_rows)
@@ -108,7 +108,7 @@ def is_about_rows(option: str) -> bool:
 
 
 def checksum(path: Path) -> str:
-    """Return a hash of a file's contents, or of the names and sizes of the files in a folder."""
+    """Hash a file's contents, or names and sizes in a folder."""
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])

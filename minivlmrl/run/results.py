@@ -1,4 +1,4 @@
-"""Write the results of a run: config.yaml, evaluations, summary.json and the weights."""
+"""Write results: config.yaml, evaluations, summary.json and weights."""
 
 import os
 import time
@@ -27,7 +27,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
-    """Raise ValueError if no stage has the metric best_metric, or if torchrun restarts ranks without --resume=auto."""
+    """Raise ValueError if no stage has best_metric, or if torchrun restarts ranks without --resume=auto."""
     check_best_metric(config, [trainer.needs for trainer in trainers.values()])
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -37,7 +37,7 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise ValueError if the run would overwrite the results of an earlier run."""
+    """Raise ValueError if the run would overwrite earlier results."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
@@ -55,8 +55,8 @@ class Results:
     """Evaluate a run and write its results.
 
     Args:
-        held_out: rows for evaluations, or None for a run without evaluations.
-        state: stores the metrics of each evaluation.
+        held_out: rows for evaluations, None = no evaluations.
+        state: stores the metrics.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows this line
+            first_line = f"# {self.config.recipe}; {rows}\n"  # shown by report.html
             text = first_line + to_yaml(self.config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate the model before the first stage or after a stage, and store the metrics for summary.json."""
+        """Evaluate before the first stage or after a stage, and store the metrics for summary.json."""
         if self.held_out is not None:
             steps_done = trainer.options.max_steps if trainer else 0
             self.state.results[name] = self.evaluate(name, trainer, steps_done)
 
     def evaluate_if_due(self, trainer: Trainer, steps_done: int):
-        """Evaluate every eval_steps steps, except at a stage's end, and save the weights every save_steps steps."""
+        """Evaluate every eval_steps steps, except at the end of a stage; save weights every save_steps steps."""
         if steps_done == 0:
             return
         config = self.config
@@ -109,12 +109,12 @@ class Results:
     def save_stage(self, trainer: Trainer):
         if trainer.trains_policy:
             self.save(trainer, self.folder)
-        else:  # a reward model is saved completely, because later stages load it
+        else:  # reward model: complete, later stages load it
             trainer.save(self.folder)
-        self.world.barrier()  # because the next stage may read the files that were just saved
+        self.world.barrier()  # the next stage may read files saved here
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate the model, save the weights if best_metric has improved, and return the metrics."""
+        """Evaluate, save the weights if best_metric has improved, and return the metrics."""
         begin = time.perf_counter()
         config = self.config
         held_out = self.held_out
@@ -145,21 +145,21 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # Only some stages compute a loss on held-out rows, so the printed table has no column for the loss.
+        # no column in the printed table: only some stages have a held-out loss
         values.pop("eval/loss", None)
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without seeing the image, or None if the first metric is not an accuracy.
+        """Return the accuracy of guessing without the image, None if the first metric is no accuracy.
 
-        For rows from a file, guessing means answering each question with its most frequent solution in the held-out
-        rows, and a question that occurs once with the most frequent solution of all rows.
+        For rows from a file, a guess is the most frequent held-out solution for this question, or over all rows if the
+        question occurs once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
         if self.config.data.task:
             return get_task(self.config.data.task).chance
-        counts = defaultdict(Counter)  # {question: number of rows with each solution}
+        counts = defaultdict(Counter)  # {question: rows per solution}
         for row in self.held_out:
             if (solution := row.columns.get("solution")) is not None:
                 counts["\n".join(map(text_of, row.messages))][str(solution)] += 1
@@ -171,7 +171,7 @@ class Results:
         return sum(right) / total.total()
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json before the weights, because saving the weights may fill the disk."""
+        """Write summary.json, then the weights, which may fill the disk."""
         if self.world.is_main:
             chance = self.chance()
             results = self.state.results
@@ -196,7 +196,7 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None):
-    """Print the metrics of each evaluation as a table, with the accuracy of guessing in the first row."""
+    """Print evaluation metrics as a table, with chance accuracy in the first row."""
     first_width = max(12, *(len(name) + 1 for name in results))
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
     names = [name.removeprefix("eval/") for name in short_names(columns)]
@@ -204,7 +204,7 @@ def print_table(results: dict, num_rows: int, chance: float | None):
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # Guessing has the same accuracy in both of the first two columns, the sampled and the greedy accuracy.
+        # chance is the same for sampled and greedy accuracy, the first two columns
         first_two = list(widths.values())[:2]
         print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

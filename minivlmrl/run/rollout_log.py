@@ -1,23 +1,23 @@
-"""Log the completions of training to the file completions.jsonl, with one line per prompt.
+"""Log completions to completions.jsonl, one line per prompt.
 
-A line has these fields:
+Fields of a line:
 
-- stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt and solution;
-- images: paths of the images in the prompt, relative to the folder of the run;
-- truth: the boxes in the solution, each [x1, y1, x2, y2] in fractions of the image's width and height;
-- completions: a list with one entry per completion in the group.
+- stage, step, row (prompt index in the dataset), where (file and line), prompt and solution;
+- images: image paths, relative to the run folder;
+- truth: boxes in the solution, [x1, y1, x2, y2] in fractions of image width and height;
+- completions: one entry per completion in the group.
 
-An entry of `completions` has these fields:
+Fields of a completion:
 
 - text, boxes, and stopped, which is false if max_new_tokens cut the text;
-- answer: the answer that the option data.answer_format selects in the text, or null if there is none;
-- rewards: {reward name: value}, and reward: the weighted sum, with the penalty of the option grpo.soft_punish_cache;
-- why: {reward name: reason for its value}, except for rewards that give no reason;
+- answer: found in the text by data.answer_format, null if there is none;
+- rewards: {reward name: value}, and reward: weighted sum, with the grpo.soft_punish_cache penalty;
+- why: {reward name: reason for its value}, only for rewards that give a reason;
 - advantage;
-- tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
-- pictures: paths of the images that an environment added;
-- extra: other values that reward functions log;
-- turns: for each turn of an agent, the fields text, tokens (a number), and shown (true if the prompt has an image).
+- tokens: [[text, log-probability in nats], ...], null for tokens from the prompt or a tool;
+- pictures: paths of images from an environment;
+- extra: other values logged by reward functions;
+- turns: text, tokens (a number) and shown (whether the prompt has an image) per agent turn.
 """
 
 import json
@@ -45,24 +45,24 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-LONGEST_SIDE = 384  # a logged image's maximum side in pixels; larger images are scaled down
+LONGEST_SIDE = 384  # maximum side in pixels; larger images are scaled down
 
 
 @dataclass
 class LogLine:
-    """Fields of each line in a log file: the stage and the optimizer step."""
+    """Fields in every line of a log file."""
 
     stage: str
     step: int
 
 
 def read_lines(path: Path, form: type) -> list[dict]:
-    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
+    """Parse the complete lines of a JSON lines file; [] if it does not exist.
 
-    A last line without a newline is ignored, because a run may still be writing the line.
+    A last line without newline is ignored: a run may still be writing it.
 
     Args:
-        form: dataclass with the fields that each line must have.
+        form: dataclass with the required fields.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -75,11 +75,11 @@ def read_lines(path: Path, form: type) -> list[dict]:
 
 
 class CompletionsLog:
-    """Log the completions of every N-th optimizer step on rank 0, where N is the option log_completions.
+    """Log completions every log_completions optimizer steps, on rank 0.
 
     Args:
-        write: function that appends a line to completions.jsonl.
-        resumed: checkpoint folder that the run resumes; None for a new run.
+        write: appends a line to completions.jsonl.
+        resumed: checkpoint folder to resume from, None = a new run.
     """
 
     def __init__(self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None):
@@ -99,7 +99,7 @@ class CompletionsLog:
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step; all ranks must call this method together."""
+        """Log completions of an optimizer step; all ranks must call this."""
         if not self.every or number % self.every or step.rollout is None:
             return
         logged = groups(trainer, step)
@@ -118,7 +118,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return the log lines of this rank's prompts, and the images that rank 0 must write, {path: bytes}."""
+        """Return this rank's log lines, and images for rank 0 to write, {path: bytes}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -136,17 +136,17 @@ class CompletionsLog:
     def write_image(self, name: str, encoded: bytes):
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
+        draft = path.with_suffix(".partial")  # no broken image after a kill
         draft.write_bytes(encoded)
         draft.rename(path)
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:
-    """Return the folder with the log files of the run that saved a checkpoint.
+    """Return the folder with the logs of a checkpoint's run.
 
     Args:
         output: output folder of the resumed run.
-        resumed: the checkpoint. Its folder states/ may be a symbolic link to another disk without the log files.
+        resumed: checkpoint; its folder states/ may be a symbolic link to another disk without the log files.
     """
     states = resumed.absolute().parent
     own_states = output / "states"
@@ -164,11 +164,11 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield the line of completions.jsonl for each of this rank's prompts, without the `images` field.
+    """Yield lines for completions.jsonl from this rank's prompts, without `images`.
 
-    All ranks must call this function together, because the advantages are gathered from all ranks.
+    All ranks must call this: advantages are gathered.
     """
-    own = {}  # {sample index: its advantage}
+    own = {}  # {sample index: advantage}
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
             indices = [sample.index for sample in batch.samples]
@@ -176,7 +176,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # A sample that is in no micro-batch was dropped, because its advantage is 0.
+        # in no micro-batch: dropped, because the advantage is 0
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)
@@ -237,10 +237,10 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
-    """Find the bounding boxes [x1, y1, x2, y2] in a text, in fractions of the image's width and height.
+    """Find boxes [x1, y1, x2, y2] in a text, in fractions of image width and height.
 
     Args:
-        extent: width and height of the image in the boxes' units; None returns an empty list.
+        extent: image width and height in the boxes' units; None returns [].
     """
     if extent is None:
         return []
@@ -250,11 +250,11 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield the text of each token of a completion, and the token's log-probability in nats."""
+    """Yield token texts of a completion, with log-probabilities in nats."""
     if processor.template and processor.template.generation_prefix:
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
-    assert completion.logps is not None  # the sampler records log-probabilities
+    assert completion.logps is not None  # recorded by the sampler
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()

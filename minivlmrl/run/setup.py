@@ -1,4 +1,4 @@
-"""Build the model, the processor and the datasets of a run, and check them before the first step."""
+"""Build model, processor and datasets, and check them before the first step."""
 
 import math
 from collections.abc import Iterator
@@ -43,16 +43,16 @@ from minivlmrl.trainers.registry import find_trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Callbacks
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Check the recipe and its rows, and build the model, the processor and the datasets."""
+    """Check recipe and rows, and build model, processor and datasets."""
     # device, disk and options
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
-        find_tracker(name)  # reports a missing package before the weights are loaded
+        find_tracker(name)  # report a missing package before the weights are loaded
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
 
-    # rows, and the processor that turns them into tokens
+    # rows and processor
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
@@ -73,14 +73,14 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Build the processor and the model of a recipe."""
+    """Build processor and model for a recipe."""
     with unchanged(*filter(None, (config.model.path, config.adapter.path))):
         processor = build_processor(config, datasets)
         return build_weights(config, world, processor), processor
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the processor from the recipe's model folder, or build a processor for a model with random weights."""
+    """Load the processor from the model folder, or build one for a model with random weights."""
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
@@ -99,7 +99,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
 
 
 def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
-    """Load the recipe's model, or build a model with random weights; add adapters, and shard the weights."""
+    """Load the model or initialize it at random, add adapters, and shard it."""
     section = config.model
     dtype = DTYPES[section.dtype]
     recompute = section.activation_checkpointing
@@ -142,10 +142,10 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def choose_sharding(config: RunConfig, world: World):
-    """Return an object that shards a model with FSDP2, or None if every rank holds all weights."""
+    """Return an FSDP2 sharding, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
-    # FSDP is imported only for recipes that use FSDP, because the import takes 40 MiB and half a second.
+    # imported only if used: takes 40 MiB and half a second
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
@@ -166,14 +166,14 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return a copy of the processor with the recipe's data options and the environment's tools."""
+    """Return a copy of the processor with the data options and the environment's tools."""
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # folder_template imports Jinja, which most recipes do not need.
+        # imports Jinja, which most recipes do not need
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
@@ -191,13 +191,13 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of image patches: the model's dtype if it computes in 16 bits, otherwise float32."""
+    """Return the dtype for image patches: the model dtype if 16-bit, else float32."""
     dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
     return dtype if dtype.itemsize == 2 else torch.float32
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield the texts on which a tokenizer is trained: prompts and answers of up to 10,000 rows per stage."""
+    """Yield texts to train a tokenizer on: prompts and answers from up to 10,000 rows per stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -213,7 +213,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the names of the row fields that contain answers, such as ("chosen", "rejected")."""
+    """Return the row fields with answers, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -236,7 +236,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # An evaluation does not use vLLM, so held-out rows may exceed vLLM's token limit.
+        # evaluations do not use vLLM: its limit does not apply to held-out rows
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -262,13 +262,13 @@ def check_positions(
 def filter_long_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Remove training rows with more than data.max_prompt_tokens tokens. The tokens of given answers also count."""
+    """Remove training rows with more than data.max_prompt_tokens tokens, given answers included."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:
         return datasets
     fitted = {}
     for name, rows in datasets.items():
-        if name == "eval":  # held-out rows stay, so that evaluations can be compared
+        if name == "eval":  # keep held-out rows: evaluations must stay comparable
             fitted[name] = rows
             continue
         find = partial(long_rows, rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
@@ -281,7 +281,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower the max_steps of each stage that max_epochs ends earlier; config.yaml contains the lowered number."""
+    """Lower max_steps of stages that max_epochs ends earlier; config.yaml contains the lowered number."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

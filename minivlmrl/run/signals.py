@@ -11,21 +11,21 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, for a failure that a retry may fix
-# A scheduler and torchrun may both send the signal to a rank, so signals within five seconds count as one.
+PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, a retry may help
+# scheduler and torchrun may both signal a rank: within five seconds, signals count as one
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool may still take after a signal
 
 
 class Preempted(Exception):
-    """The exception that all ranks raise after a signal, to save a checkpoint and to exit with the code 75."""
+    """Raised on all ranks after a signal: save a checkpoint and exit with code 75."""
 
 
 class StopSignals:
-    """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
+    """Context manager for a run: at the first stop signal, save a checkpoint and exit.
 
-    A second signal ends the process at once, if five seconds have passed since the first (for Ctrl-C, one second). Long
-    tasks, such as sampling, repeatedly call world.stop_if_preempted, which raises Preempted after a signal.
+    A second signal ends the process at once, if it comes five seconds later (Ctrl-C: one second). Long tasks, such as
+    sampling, call world.stop_if_preempted repeatedly; it raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -34,22 +34,22 @@ class StopSignals:
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
-        self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # A checkpoint does not contain the rollout, so a run stops only after the last update on a rollout.
+        self.exit_code = 0  # PREEMPTED if a signal ended the run
+        # checkpoints contain no rollout: stop only after its last update
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        self.handlers = {}  # signal -> previous handler, which __exit__ restores
-        # Python allows signal handlers to be set in the main thread only.
+        self.handlers = {}  # signal -> previous handler, for __exit__
+        # Python sets signal handlers in the main thread only
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # for example, nohup ignores SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # ignored before, for example by nohup
                     self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the former signal handlers, and print an exception of the class Preempted instead of raising it."""
+        """Restore the signal handlers; print a Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -65,12 +65,12 @@ class StopSignals:
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
         if name == "SIGHUP":
-            for stream in self.terminals:  # because writing to a closed terminal is an error
+            for stream in self.terminals:  # writing to a closed terminal is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now
             shorten_limits(LAST_CALL)
-            if self.world.is_main:  # os.write, because print is not safe in a signal handler
+            if self.world.is_main:  # os.write: print is not safe in a signal handler
                 text = (
                     f"\n{name}: the run stops as soon as possible, and saves a checkpoint if a step is done; a reward "
                     f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
@@ -86,5 +86,5 @@ class StopSignals:
             raise Preempted("preempted")
 
     def is_requested(self) -> bool:
-        """Return True if any rank has received a signal; all ranks must call this method together."""
+        """Return True if any rank has received a signal; all ranks must call this."""
         return self.world.sum(self.first is not None)[0] > 0

@@ -1,4 +1,4 @@
-"""The progress of a run, which rank 0 saves in the file run.json of each checkpoint."""
+"""Progress of a run, saved as run.json in checkpoints."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,34 +13,34 @@ RUN = "run.json"
 
 @dataclass
 class Fingerprints:
-    """Hashes of the files that a run reads."""
+    """Hashes of files that a run reads."""
 
-    base: str | None = None  # base weights of an adapter, which a checkpoint does not contain
-    rows: dict[str, str] = field(default_factory=dict)  # {option that names a data file: hash}
-    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of sizes and times of images and videos}
-    code: dict[str, str] = field(default_factory=dict)  # {file with the user's code: hash}
+    base: str | None = None  # base weights of an adapter, not in checkpoints
+    rows: dict[str, str] = field(default_factory=dict)  # {option: hash of its data file}
+    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video sizes and times}
+    code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
 
 
 @dataclass
 class TrainerState:
     seed: int  # run seed
-    stages: list[str]  # the recipe's stages, in order
-    stage: Annotated[int, ">= 0"] = 0  # the current stage's index
-    step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
-    steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
-    batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has used
-    rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
-    # metrics of each evaluation, for example after the stage sft: {"after_sft": {"eval/accuracy_greedy": 0.4}}
+    stages: list[str]  # in recipe order
+    stage: Annotated[int, ">= 0"] = 0  # current stage
+    step: Annotated[int, ">= 0"] = 0  # optimizer steps, current stage
+    steps: Annotated[int, ">= 0"] = 0  # optimizer steps, all stages
+    batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage
+    rows: Annotated[int, ">= 0"] = 0  # rows in the current dataset, 0 before the stage begins
+    # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of best_metric so far, negated if training lowers the metric
-    seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
-    recipe: dict = field(default_factory=dict)  # the recipe's options; see run/recipe_changes.py
-    files: Fingerprints = field(default_factory=Fingerprints)  # of the files that the recipe names
-    # {log file: number of its lines so far}
+    best: float | None = None  # best value of best_metric so far, negated if training lowers it
+    seconds: dict[str, float] = field(default_factory=dict)  # training time per stage
+    recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
+    files: Fingerprints = field(default_factory=Fingerprints)  # files in the recipe
+    # {log file: lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: line of the last step}, which an error after the update may have kept from being written
+    # {log file: last step's line}, perhaps not written because of an error after the update
     last_lines: dict[str, dict] = field(default_factory=dict)
-    logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save; see Callback.state_dict
+    logs: dict[str, str] = field(default_factory=dict)  # from callbacks; see Callback.state_dict
 
     def begin_stage(self, number: int):
         self.stage = number
@@ -64,7 +64,7 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read a checkpoint's run.json."""
+    """Read run.json in a checkpoint."""
     content = read_json(folder / RUN)
     content.setdefault("batches_consumed", content.get("draws", 0))  # name in older checkpoints
     return build(TrainerState, content, str(folder / RUN), json=True)
