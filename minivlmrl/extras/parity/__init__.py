@@ -1,14 +1,14 @@
 """Is your loss right? Is a step of your trainer right? `parity` recomputes losses and steps, and names mistakes.
 
-names.py lists the known mistakes.
+Known mistakes: names.py.
 
 | you have | call | in a shell |
 |---|---|---|
-| a loss of your own | `laws(my_loss)` | `minivlmrl parity --laws my_loss.py:my_loss` |
-| a loss that TRL has | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
+| your own loss | `laws(my_loss)` | `minivlmrl parity --laws my_loss.py:my_loss` |
+| a loss in TRL | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
 | a forward pass with packed or padded rows, or images | `depends(logps, ids, document)` | |
-| a recorded step of any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
-| a folder of code | | `minivlmrl parity FOLDER` |
+| a recorded step from any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
+| a folder with code | | `minivlmrl parity FOLDER` |
 
 docs/numerical_parity.md explains how to check a loss function and a recorded step.
 """

@@ -1,11 +1,11 @@
-"""Check laws that every correct loss obeys. `laws` needs neither recorded numbers nor a reference loss.
+"""Check the laws of correct losses, without recorded numbers or a reference loss.
 
-A law is a generator of findings about a loss. It tries small batches first, so its finding shows the smallest batch
-that breaks the law.
+A law is a generator of findings about a loss. It tries small batches first, so a finding shows the smallest batch
+with the error.
 
-    laws of every loss        NaN, masked tokens, padding, order of rows, micro-batches   common_laws.py
-    laws of a policy loss     advantages, ratios and their bounds, averages, the KL       policy_laws.py
-    laws of DPO and SFT       chosen and rejected answers, label smoothing, averages      preference_laws.py
+    all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
+    policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
+    DPO and SFT      chosen and rejected answers, label smoothing, averages      preference_laws.py
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """What the laws say about a loss."""
+    """Findings for a loss."""
 
-    findings: dict[str, list[Finding]]  # name of each law that was tried: what it says
+    findings: dict[str, list[Finding]]  # {tried law: findings}
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
@@ -55,22 +55,20 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check the laws that every correct loss obeys, and return the number of tested laws.
+    """Check the laws of correct losses; return how many were tested.
 
     Args:
         my_loss: loss as in `check`.
-        kind: loss kind: grpo, dpo or sft.
-        tolerance: largest error that counts as rounding; a loss in float32 needs 1e-5.
+        kind: grpo, dpo or sft.
+        tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: options of the loss, such as loss_type="dapo". If you name the loss_type, its average and its bounds
-            are laws as well.
+        options: loss options, such as loss_type="dapo". With a loss_type, its average and its bounds are also laws.
 
     Raises:
-        AssertionError: the loss breaks laws; the message has a sentence for each broken law, with the smallest batch
-            that breaks it.
+        AssertionError: broken laws; the message has a sentence per law, with the smallest batch.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
-    __tracebackhide__ = True  # pytest then shows the caller's line instead of this docstring
+    __tracebackhide__ = True  # pytest then shows the caller's line
     report = examine(my_loss, kind, tolerance, framework, **options)
     if not report.agrees:
         raise AssertionError(str(report))
@@ -80,7 +78,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check the laws as `laws` does, and return a report that also lists notes and untested laws."""
+    """Check the laws as in `laws`; return a report that also lists notes and untested laws."""
     if kind not in LAWS:
         raise ValueError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
@@ -96,6 +94,6 @@ def examine(
     for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
-            continue  # the law would only repeat what an earlier law has found
+            continue  # would repeat an earlier finding
         report.findings[law.__name__] = list(law(loss))
     return report

@@ -1,6 +1,6 @@
-"""Assertions for tests of your own trainer, on tensors or NumPy arrays.
+"""Assertions to test your own trainer, on tensors or NumPy arrays.
 
-`__tracebackhide__` makes pytest show the caller's line instead of these functions.
+With `__tracebackhide__`, pytest shows the calling line.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
-    """Assert that the loss, gradients and other numbers of a recorded step equal the recomputed ones.
+    """Assert that a recorded step equals the recomputed one: loss, gradients and all other numbers.
 
-    Raises ValueError if the folder does not contain a step, or if nothing could be compared.
+    Raises ValueError if the folder does not contain a step, or nothing could be compared.
     """
     __tracebackhide__ = True
     findings, d = checked(folder, SECONDS)
@@ -28,28 +28,28 @@ def assert_step(folder):
 def assert_split_invariant(
     gradients, rows: int, tolerance: float = 1e-6, sizes=None, parts_name: str = "micro-batches"
 ):
-    """Assert that a step's gradient does not depend on how its rows are split.
+    """Assert that a gradient does not depend on the split into micro-batches.
 
     Args:
-        gradients: function that takes one list of row indices per part and returns {name: tensor}. It accumulates the
-            gradients of the parts as your trainer does.
-        rows: number of rows in the step, at least 2.
-        tolerance: largest allowed difference, relative to the largest gradient in the whole step.
-        sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.
-        parts_name: name of the parts in error messages.
+        gradients: function from lists of row indices, one per part, to {name: tensor}; accumulates the gradients as
+            your trainer does.
+        rows: rows in the step, at least 2.
+        tolerance: maximum difference, relative to the largest gradient in the whole step.
+        sizes: how many parts to try, default 2, rows - 1 and rows.
+        parts_name: "parts" in error messages.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split the rows, as in [[0, 2, 4], [1, 3]], and return the split with its gradients."""
+        """Split the rows, as in [[0, 2, 4], [1, 3]]; return split and gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # If 8 rows are split into 7 parts, one part has two rows, so equal weights for all parts change the gradient.
+    # 8 rows in 7 parts: one part has two rows, so equal weights for parts change the gradient
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -66,11 +66,11 @@ def assert_split_invariant(
 
 
 def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: float) -> str:
-    """Return how the gradients of micro-batches differ from that of the step, or "" if their sum or mean equals it.
+    """Describe how micro-batch gradients differ from the whole step; "" if their sum or mean is equal.
 
     Args:
-        gradient: function of a batch that returns the gradient of its loss with respect to per_token_logps.
-        batch: tensors of B rows by name.
+        gradient: function from a batch to the loss gradient with respect to per_token_logps.
+        batch: {name: tensor with B rows}.
     """
     rows = len(batch["mask"])
     if not accumulated(gradient, batch, [list(range(rows))], is_mean=False)["per_token_logps"].any():
@@ -86,7 +86,7 @@ def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: f
 
 
 def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[list[int]], is_mean: bool) -> dict:
-    """Return the sum of the gradients of micro-batches, or their mean over rows."""
+    """Return the gradient sum over micro-batches, or the mean over rows."""
     slope = torch.zeros_like(batch["per_token_logps"])
     for rows in parts:
         share = len(rows) / len(slope) if is_mean else 1.0
@@ -95,12 +95,12 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 
 
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
-    """Assert that a loss, replayed on a recorded GRPO step, does not depend on how its rows are split.
+    """Assert that a loss, replayed on a recorded GRPO step, does not depend on the split into micro-batches.
 
-    The gradients of 1, 2, n - 1 and n micro-batches must add up, or their mean over rows must be the same.
+    For 1, 2, n - 1 and n micro-batches, the gradients must add up, or their mean over rows must be the same.
 
     Args:
-        my_loss: loss as in `check`; it gets whole_step=False, and the totals of the step.
+        my_loss: loss as in `check`, called with whole_step=False and the totals for the step.
     """
     __tracebackhide__ = True
     d = read(folder)
@@ -117,17 +117,17 @@ def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """Assert that a step's gradient does not depend on the number of ranks.
+    """Assert that a gradient does not depend on the number of ranks.
 
     Args:
-        gradients: as in assert_split_invariant, with one list of row indices for each rank.
+        gradients: as in assert_split_invariant, with one list of row indices per rank.
     """
     __tracebackhide__ = True
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 
 
 def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
-    """Assert that the log-probabilities (n, T) of sampler and trainer agree within `tolerance` nats where mask is 1."""
+    """Assert that sampler and trainer log-probabilities (n, T) agree within `tolerance` nats where mask is 1."""
     __tracebackhide__ = True
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()

@@ -1,6 +1,6 @@
-"""Recompute an optimizer step that a trainer recorded, and name the bugs that explain any differences.
+"""Recompute a recorded optimizer step, and name bugs that explain differences.
 
-The loss is recomputed from the trainer's advantages: otherwise, wrong advantages would make a correct loss look wrong.
+The loss is recomputed from recorded advantages: wrong advantages must not make a correct loss look wrong.
 """
 
 import math
@@ -32,29 +32,29 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError, read
 
-SHOWN = 4  # maximum number of printed explanations per stage
-SECONDS = 30.0  # time limit of the search for one stage's bugs, in the command line
+SHOWN = 4  # maximum explanations to print per stage
+SECONDS = 30.0  # search limit per stage, on the command line
 
 
 @dataclass
 class Finding:
-    """The result of recomputing one stage of a step, such as the loss or the gradients."""
+    """Result for one stage, such as the loss or the gradients."""
 
     stage: str
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    explained: Sequence[Bug] = ()  # known bugs that explain the wrong numbers
-    again: bool = False  # whether an earlier stage has reported the same bug
-    groups: int = 0  # how many independent groups differ, see count_groups
-    has_ended: bool = False  # whether the time limit has ended the search
+    explained: Sequence[Bug] = ()  # known bugs behind the wrong numbers
+    again: bool = False  # same bug as in an earlier stage
+    groups: int = 0  # differing independent groups, see count_groups
+    has_ended: bool = False  # search reached its time limit
 
     @property
     def ok(self) -> bool:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return warnings, for example that several bugs explain the wrong numbers equally well."""
+        """Return warnings, for example if several bugs explain the wrong numbers equally well."""
         if self.ok or self.again:
             return []
         unit = GROUPS.get(self.stage, "number")
@@ -71,16 +71,16 @@ class Finding:
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
-    """Recompute the advantages, the loss and all other recorded parts of a step, and compare them with the trainer's.
+    """Recompute a step stage by stage, and compare with the recorded numbers.
 
-    The search for the cause of a wrong part takes at most `seconds` CPU seconds.
+    The search for causes takes at most `seconds` CPU seconds per stage.
 
-    Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
+    Raises ValueError if a tensor or field has a wrong type or shape.
     """
     findings = []
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
-            continue  # the mask depends on the token ids, which are wrong for an unknown reason
+            continue  # mask from token ids that are wrong for an unknown reason
         differing = {finding.stage: finding for finding in findings if not finding.ok}
         try:
             answer = stage(d, Change(d, {}))
@@ -90,7 +90,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         except (ValueError, *DAMAGES) as bug:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
-                continue  # the model cannot run, because the images do not fit the token ids
+                continue  # images do not fit the token ids
             raise ValueError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
                 "Compare the types and shapes of its tensors and fields with docs/library.md."
@@ -105,12 +105,11 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for bugs that explain the wrong numbers of a stage, such as the loss."""
+    """Search for bugs behind wrong numbers in a stage."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies must have the
-        # same bug, because one forward pass computes both.
+        # one bug in two stages is likelier than two bugs; logps and entropies come from the same forward pass
         both = {}
         for bug in earlier.explained:
             if names & bug.of.stage_names():
@@ -123,22 +122,21 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
         search = find_bugs(finding.stage, d, seconds)
         finding.explained, finding.has_ended = search.explained, search.has_ended
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
-        finding.again = True  # wrong token ids give a wrong mask
+        finding.again = True  # wrong token ids also make the mask wrong
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # A bug in the forward pass also makes the gradients wrong. To report the bug only once, the gradients are
-    # recomputed with the bug.
+    # A forward bug also makes gradients wrong: recompute them with the bug, to report it once.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
         d.entropy_forward = change or None
-    if finding.stage == "tokens":  # the mask is recomputed from the trainer's wrong token ids
+    if finding.stage == "tokens":  # mask from wrong token ids
         d.ids = change
         d.__dict__.pop("regions", None)
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield (topic, is_unseen) for each bug; is_unseen is True if the bug would change no number of the step."""
+    """Yield (topic, whether the bug would change no number in the step) per bug."""
     answer = computed(name, d, {})
     for bug in possible_bugs(name, d):
         shows = bug.of.about and not (bug.is_scoped or bug.is_fitted)
@@ -149,7 +147,7 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe where the trainer's tensors differ from the recomputed tensors, with at most 4 examples for a tensor."""
+    """Describe where tensors differ, with at most 4 examples per tensor."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -179,7 +177,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # At the time limit, the report counts only the bugs that were simulated so far.
+            # at the time limit, count only simulated bugs
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -193,7 +191,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return notes on sampling filters, such as top_k, and on autocast."""
+    """Return notes on autocast and on sampling filters, such as top_k."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:
@@ -236,9 +234,9 @@ def not_in_step(findings: list[Finding]) -> list[str]:
 
 
 def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
-    """Read a recorded step from a folder, and compare its numbers with recomputed ones.
+    """Read a recorded step from a folder, and compare it with recomputed numbers.
 
-    Raises ValueError if the folder does not contain a valid step, or if no number can be compared.
+    Raises ValueError if the folder does not contain a valid step, or no number can be compared.
     """
     d = read(folder)
     with error_context(folder):
@@ -253,7 +251,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return the result for each stage, such as the loss, as a JSON object; later versions may only add fields."""
+    """Return the results per stage as a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}

@@ -1,6 +1,6 @@
 """Recompute a training step as if the trainer had a known bug.
 
-For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group.
+For example, a bug may halve the rewards, or give completions the advantage of the next one in their group.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The argument `s` of a formula such as `lambda s: s.x / 2`, which halves the correct value s.x."""
+    """Argument `s` of formulas such as `lambda s: s.x / 2`, which halves the correct value s.x."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -27,7 +27,7 @@ class Values:
 
 
 class Change(dict):
-    """A simulated bug, such as {"rewards": lambda s: s.x / 2}, which halves the rewards."""
+    """Simulated bug, such as {"rewards": lambda s: s.x / 2}, which halves the rewards."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
@@ -38,10 +38,10 @@ class Change(dict):
 
         A replacement is one of:
             - a value;
-            - a formula, such as `lambda s: s.c * s.x`, in which c is a number that the search fits;
-            - (kind, part, None), which reorders x, for example by the order "the next row in its group";
-            - (kind, part, formula), whose `s.region` is the affected part: a mask or, for a model, a function that
-              tests a parameter's name.
+            - a formula, such as `lambda s: s.c * s.x`; the search fits the number c;
+            - (kind, part, None) to reorder x, for example by "the next row in its group";
+            - (kind, part, formula) to change `s.region`, the affected part: a mask or, for models, a function that
+              tests parameter names.
         """
         if name not in self:
             return x
@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or an empty Change if the bug is limited to a computation other than `use`."""
+        """Return the bug, or an empty Change if it is limited to a computation other than `use`."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -66,7 +66,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply `change` to the token ids in one part of a completion, such as the first turn."""
+    """Apply `change` to token ids in one part of a completion, such as the first turn."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -79,7 +79,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: Any, then: Any) -> Any:
-    """Combine two bugs into one; return None if they contradict each other, as two fixed values of beta do."""
+    """Combine two bugs into one; None if they contradict each other, like two fixed values for beta."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -95,7 +95,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def numbered(change: dict) -> dict:
-    """Insert the fitted number c into a bug's formulas, because a combined bug may have two numbers."""
+    """Insert the fitted number c into formulas: a combined bug may have two numbers."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

@@ -1,7 +1,7 @@
-"""Check the losses in a folder of somebody's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
+"""Check the losses in a folder with somebody's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
 A function or method may be a loss if it takes log-probabilities and advantages, or sums of chosen and rejected
-log-probabilities. Its arguments are bound by their names, in the layouts that occur; compile_alone.py says what runs.
+log-probabilities. Arguments are bound by name, in the usual layouts; compile_alone.py says what runs.
 """
 
 import ast
@@ -24,13 +24,13 @@ from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
-TRIED = 2  # close losses of TRL with which a function is compared, one after another
-# layouts: shape of the advantages, and whether the mask is boolean; the last three only if no other fits
+TRIED = 2  # close TRL losses to compare a function with
+# (advantage shape, whether the mask is boolean); the last three only if no other fits
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# meanings of the names of arguments, attributes and keys; the first pattern that is found counts
+# meanings of argument, attribute and key names; first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -56,7 +56,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# further settings of projects
+# other settings in projects
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
@@ -67,7 +67,7 @@ def meaning(name: str, table: tuple) -> str | None:
 
 
 class Answers:
-    """Stands for a config, batch or trainer: tensors and numbers by their names, None for other names."""
+    """Stand-in for a config, batch or trainer: tensors and numbers by name, None for other names."""
 
     def __init__(self, case: "Case"):
         vars(self)["_case"] = case
@@ -90,7 +90,7 @@ class Answers:
 
 @dataclass
 class Case:
-    """A test case in one of the LAYOUTS."""
+    """Test case in one of the LAYOUTS."""
 
     batch: dict
     options: dict
@@ -98,13 +98,13 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return what a name means, or None; `logps` is that of log-probabilities of no named policy."""
+        """Return the value for a name, or None; `logps`: meaning of log-probabilities without a policy name."""
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
         if re.search(CONFIGS, name):
             return Answers(self)
-        if name == "global_batch_info":  # of verl: divisors of the whole step
+        if name == "global_batch_info":  # verl: divisors for the whole step
             return {"batch_num_tokens": self.options.get("tokens"), "global_batch_size": len(self.batch["mask"])}
         number = meaning(name, NUMBERS)
         return self.options.get(number) if number else OTHERS.get(name)
@@ -127,7 +127,7 @@ class Case:
 
 @dataclass
 class Candidate:
-    """A function, or a method of `owner`, that may be a loss."""
+    """Function, or method of `owner`, that may be a loss."""
 
     names: Names
     node: ast.FunctionDef
@@ -150,7 +150,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Return a loss f(batch, options) that calls the function with arguments in a layout."""
+        """Return a loss f(batch, options) that calls the function in a layout."""
         needed, optional = parameters(self.node, bool(self.owner))
         logps = [name for name in (*needed, *optional) if meaning(name, TENSORS) == "logps"]
         arguments = [x for x in ast.walk(self.node.args) if isinstance(x, ast.arg)]
@@ -169,7 +169,7 @@ class Candidate:
 
 
 def parameters(node: ast.FunctionDef, is_method: bool) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters without and with a default."""
+    """Return the parameter names without and with a default."""
     a = node.args
     positional = [x.arg for x in a.posonlyargs + a.args]
     count = len(positional) - len(a.defaults)
@@ -179,7 +179,7 @@ def parameters(node: ast.FunctionDef, is_method: bool) -> tuple[list[str], list[
 
 
 def first_choice(argument: ast.arg) -> str | int | None:
-    """Return 0 for a number, and the first text of an annotation such as Literal["token", "seq"]."""
+    """Return 0 for a number, else the first text in an annotation such as Literal["token", "seq"]."""
     annotation = ast.unparse(argument.annotation) if argument.annotation else ""
     if annotation in ("float", "int", "bool"):
         return 0
@@ -188,7 +188,7 @@ def first_choice(argument: ast.arg) -> str | int | None:
 
 
 def scalar(result, mask, options: dict):
-    """Return the loss in what a function returned; the tokens' losses are averaged as in dapo."""
+    """Extract the loss from a return value; token losses are averaged as in dapo."""
     while isinstance(result, tuple | list):
         result = result[0]
     if isinstance(result, dict):
@@ -199,7 +199,7 @@ def scalar(result, mask, options: dict):
 
 
 def candidates(clone: Clone) -> Iterator[Candidate]:
-    """Yield the functions and methods whose parameters may be those of a loss."""
+    """Yield functions and methods with parameters like a loss."""
     for names in clone.files:
         for node in names.tree.body:
             methods = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -210,7 +210,7 @@ def candidates(clone: Clone) -> Iterator[Candidate]:
 
 
 def kind_of(node: ast.FunctionDef) -> str | None:
-    """Return the kind of loss that a function may be: grpo, dpo or None."""
+    """Return the likely loss kind: grpo, dpo or None."""
     arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
     attributes = set()
     for x in ast.walk(node):
@@ -229,7 +229,7 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 
 @dataclass
 class Audited:
-    """What was found about a candidate."""
+    """Result for a candidate."""
 
     candidate: Candidate
     result: str  # agrees, design, mistake, broken law, differs or not bound
@@ -240,13 +240,13 @@ class Audited:
 
 
 def audit_clone(folder: Path, name: str = "", **limit: float) -> Iterator[Audited]:
-    """Compare the functions of a folder whose names contain `name` with TRL's losses, one after another."""
+    """Compare functions in a folder with TRL losses, one after another; `name`: part of a function name."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
                 try:
                     found = audit_candidate(candidate, **limit)
-                except Exception as error:  # of the project's code, or of arguments that do not fit
+                except Exception as error:  # from the project's code, or arguments do not fit
                     reason = f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}"
                     found = Audited(candidate, "not bound", reason)
             yield found
@@ -283,7 +283,7 @@ def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[tuple[float, dict]]:
-    """Return (share of differing cases, options of the cases) for the losses of TRL; the closest one comes first."""
+    """Return (share of differing cases, case options) per TRL loss, closest first."""
     loss = as_torch(candidate.loss(layout), candidate.framework)
     kind = candidate.kind
     read = set()
@@ -307,14 +307,14 @@ def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[tuple[f
 
 
 def is_named(candidate: Candidate, options: dict) -> bool:
-    """Return whether the name of a function or class contains that of a loss, such as cispo."""
+    """Return whether a function or class is named after a loss, such as cispo."""
     level = options.get("importance_sampling_level")
     name = "gspo" if level == "sequence" else options["loss_type"]
     return name.replace("_", "") in f"{candidate.owner} {candidate.node.name}".lower().replace("_", "")
 
 
 def summary(folder: Path, found: list[Audited]) -> str:
-    """Return one line with the counts of a folder, for CI."""
+    """Return one line with counts for a folder, for CI."""
     counts = Counter(x.result for x in found)
     parts = [f"{counts[result]} {result}" for result in RESULTS if counts[result]]
     return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"

@@ -1,9 +1,9 @@
-"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses of a clone; name their mistakes and designs.
+"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone; name mistakes and designs.
 
 `--laws` checks a loss by laws instead of recorded numbers, see all_laws.py.
 
-The exit status of `parity` is 0 if all numbers agree and all laws hold, 1 if not, and 2 if nothing could be compared.
-For a clone, 1 stands for a mistake or a broken law in one of its losses.
+Exit status: 0 if all numbers agree and all laws hold, 1 if not, 2 if nothing could be compared. For a clone, 1 means a
+mistake or a broken law in a loss.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command's arguments, and refuse combinations in which an argument would have no effect."""
+    """Parse the arguments; refuse combinations where one would have no effect."""
     says = "Check losses against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; the folder of a recorded step; or a "
@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict:
-    """Return those of the named options that the command line contains."""
+    """Return the named options given on the command line."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
@@ -78,17 +78,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
-    """Print the verdict about a loss function, and return the exit status."""
+    """Print the verdict on a loss function; return the exit status."""
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     bridge = given(options, "framework", "tolerance")
     framework = bridge.get("framework", "torch")
-    with optional_dependency(framework, INSTALL.format(framework)):  # before the user's file imports it
+    with optional_dependency(framework, INSTALL.format(framework)):  # before the import in my_loss.py
         import_module(framework)
     try:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
     except Exception as error:
-        if user_error_message(error) is None:  # the loss has failed
+        if user_error_message(error) is None:  # error in the loss itself
             traceback.print_exc()
             return 2
         raise
@@ -97,7 +97,7 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
 
 
 def check_clone(folder: Path, name: str, limit: dict[str, float]) -> int:
-    """Print a line for each loss in a folder of code, and return the exit status."""
+    """Print a line per loss in a folder with code; return the exit status."""
     found = []
     for audited in audit_clone(folder, name, **limit):
         print(audited, flush=True)

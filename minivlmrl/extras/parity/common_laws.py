@@ -1,4 +1,4 @@
-"""Laws of every loss: finite numbers, masked tokens, padding, the order of rows, and micro-batches."""
+"""Laws for all losses: finite numbers, masked tokens, padding, row order and micro-batches."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +22,7 @@ from minivlmrl.extras.parity.examined import (
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
-    """Neither the loss nor its gradient is NaN or infinite."""
+    """Loss and gradient are finite."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
@@ -55,7 +55,7 @@ def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
-    """Three more columns of padding change nothing."""
+    """Three more padding columns change nothing."""
     for batch, options in loss.batches():
         T = batch["mask"].shape[-1]
         value, slope = loss(batch, **options)
@@ -86,13 +86,12 @@ def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """The gradients of a step's micro-batches add up to that of the step, or their mean over rows equals it.
+    """Micro-batch gradients add up to the step gradient, or their mean over rows equals it.
 
-    Losses that divide by a count over the whole step need the sum; losses that divide by the number of rows need the
-    mean.
+    Losses divided by a count over the whole step need the sum; losses divided by the rows need the mean.
     """
     if loss.given.get("whole_step"):
-        return  # the user has said that the loss is for whole steps only
+        return  # user: loss is for whole steps only
     rows = [mask for mask in MASKS if len(mask) > 1]
     for mask in [*rows, 2 * rows[-1]]:  # at most 8 rows
         batch = random_batch(loss.kind, mask)
@@ -102,7 +101,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
             if not error:
                 continue
             says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-            # Some trainers weigh micro-batches by their tokens later. TRL's DAPO divides by the tokens of the step.
+            # some trainers weigh micro-batches by tokens later; DAPO in TRL divides by tokens per step
             parts = [rows_of(batch, slice(i, i + 1)) for i in range(len(mask))]
             reads_totals = any(
                 loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -1,7 +1,7 @@
-"""Compile single functions of a folder of somebody's code, without importing any of its files.
+"""Compile single functions from a folder with somebody's code, without importing its files.
 
-A function gets its global names when it uses them: functions, classes and literal constants of the folder, which are
-compiled alone as well, and the packages of IMPORTED. Nothing else in a file is executed.
+A function gets its global names on first use: functions, classes and literal constants in the folder, also compiled
+alone, and packages in IMPORTED. Nothing else in a file is executed.
 """
 
 import __future__
@@ -15,13 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 IMPORTED = "torch numpy math functools itertools enum typing dataclasses collections contextlib jax mlx __future__"
-DENIED = "open exec eval compile input breakpoint"  # built-ins that a function does not get
+DENIED = "open exec eval compile input breakpoint"  # built-ins hidden from functions
 KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators that change numbers
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class Unknown:
-    """A global name that the folder does not define, such as a logger."""
+    """Global name that the folder does not define, such as a logger."""
 
     def __init__(self, name: str):
         self._name = name
@@ -33,13 +33,13 @@ class Unknown:
         return False
 
     def __call__(self, *values, **named):
-        if any(isinstance(getattr(x, "ndim", None), int) for x in (*values, *named.values())):  # a tensor or array
+        if any(isinstance(getattr(x, "ndim", None), int) for x in (*values, *named.values())):  # tensor or array
             raise ValueError(f"{self._name} is not in the folder")
         return self
 
 
 class Names(dict):
-    """The global names of a file. Definitions are compiled when their names are first used."""
+    """Global names in a file; definitions are compiled on first use."""
 
     def __init__(self, clone: "Clone", tree: ast.Module, path: str):
         super().__init__(__builtins__=clone.builtins)
@@ -47,7 +47,7 @@ class Names(dict):
         self.tree = tree
         self.path = path
         self.statements = {}
-        for node in reversed([*walk(tree.body)]):  # the first one counts
+        for node in reversed([*walk(tree.body)]):  # first one counts
             self.statements.update(dict.fromkeys(bound_names(node), node))
 
     def imports(self, package: str) -> bool:
@@ -62,14 +62,14 @@ class Names(dict):
             return self[name]
         node = self.statements[name]
         module = ast.fix_missing_locations(ast.Module([alone(node) if isinstance(node, DEFINITIONS) else node], []))
-        # optimize=1: no asserts about the types of a project's config
+        # optimize=1: no asserts about config types
         code = compile(module, self.path, "exec", __future__.annotations.compiler_flag, optimize=1)
         exec(code, self)
         return self.setdefault(name, Unknown(name))
 
 
 class ImportedNames(SimpleNamespace):
-    """A module of the folder, or one that is not installed, whose attributes are found in the folder by name."""
+    """Module in the folder, or not installed; attributes are found in the folder by name."""
 
     def __getattr__(self, name: str):
         found = [names for names in self.clone.files if isinstance(names.statements.get(name), DEFINITIONS)]
@@ -83,7 +83,7 @@ class ImportedNames(SimpleNamespace):
 
 
 class Clone:
-    """A folder of Python files, without tests."""
+    """Folder with Python files, without tests."""
 
     def __init__(self, folder: Path):
         self.builtins = {name: x for name, x in vars(builtins).items() if name not in DENIED.split()}
@@ -93,7 +93,7 @@ class Clone:
             path = str(file.relative_to(folder))
             if re.search(r"(^|/)(tests?/|test_|\.)", path):
                 continue
-            with contextlib.suppress(SyntaxError, ValueError):  # not a file of this Python
+            with contextlib.suppress(SyntaxError, ValueError):  # written for another Python version
                 self.files.append(Names(self, ast.parse(file.read_text("utf-8")), path))
 
     def imported(self, name: str, names=None, local=None, fromlist=(), level: int = 0):
@@ -103,7 +103,7 @@ class Clone:
 
 
 def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a file, also those inside `if` and `try`."""
+    """Yield statements, also inside `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -111,7 +111,7 @@ def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> list[str]:
-    """Return the names that a statement binds, if it may be executed."""
+    """Return the names bound by a statement, if it may be executed."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -134,7 +134,7 @@ def parsed(text: str) -> ast.expr:
 
 
 def alone(node: ast.stmt) -> ast.stmt:
-    """Copy a definition without annotations, most decorators and base classes, and defaults that are no literals."""
+    """Copy a definition without annotations, most decorators and base classes, and non-literal defaults."""
     [node] = ast.parse(ast.unparse(node)).body
     for x in ast.walk(node):
         if isinstance(x, ast.arg):

@@ -1,4 +1,4 @@
-"""Check which tokens and images move which log-probabilities in a trainer's forward pass."""
+"""Check which tokens and images move which log-probabilities in a forward pass."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from torch.nn.functional import pad
 
 from minivlmrl.errors import pluralize
 
-Place = tuple[int, int]  # row and index of a token
+Place = tuple[int, int]  # row and token index
 
 
 @dataclass
 class Faults:
-    """Faults of a forward pass: where each one was found."""
+    """Faults in a forward pass, and where they were found."""
 
     places: dict[str, list[str]] = field(default_factory=dict)
 
@@ -36,31 +36,31 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report each log-probability that changes but should not.
+    """Change one token or image at a time, and report log-probabilities that change but should not.
 
-    A token may move only log-probabilities of its own document, from its own place on, and must move that of the next
-    token. An image may move only tokens of its document that stand after it, and must move one. The probabilities of
-    all values of a token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and answers
-    of a pair, masks that let a token see later tokens or padding, unshifted labels, and unused or exchanged images.
+    A token may move only its own and later log-probabilities in its document, and must move the next one. An image may
+    move only later tokens in its document, and must move one. The probabilities of all values for a token must add up
+    to 1. `depends` therefore finds leaks between packed documents, rows, and the answers in a pair, masks that show
+    later tokens or padding, unshifted labels, and unused or exchanged images.
 
-    The check needs a forward pass for each token, and one for each entry of the vocabulary, so take a tiny model. With
-    only_images=True, it needs one for each image, and the model may have any size.
+    The check needs a forward pass per token and per vocabulary entry, so take a tiny model. With only_images=True, it
+    needs one per image, and the model may have any size.
 
     Args:
-        logps: function (ids) -> (B, K), log-probabilities of each row's last K tokens, in nats, as your trainer
+        logps: function (ids) -> (B, K), log-probabilities of the last K tokens per row, in nats, as your trainer
             computes them; with images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
         ids: (B, T), token ids.
-        document: (B, T), the number of the text to which a token belongs: a prompt with its answer, or one of several
-            texts in a packed row; 0 is padding.
+        document: (B, T), text number per token: a prompt with its answer, or one of several texts in a packed row; 0 is
+            padding.
         pixel_values: (P, D), patches of all images, one image after the other.
-        image_grid_thw: (N, 3), the grid of each image.
-        image_token_id: id of the placeholders of images, which are not changed.
-        vocabulary: number of token ids; 0 means the largest id plus 1.
-        tolerance: largest change that counts as rounding, in nats. float64 has 1e-9, float32 about 1e-4.
-        only_images: whether to change only images.
+        image_grid_thw: (N, 3), grid per image.
+        image_token_id: placeholder id of images; placeholders are not changed.
+        vocabulary: number of token ids, 0 = largest id + 1.
+        tolerance: maximum rounding error, in nats; 1e-9 for float64, about 1e-4 for float32.
+        only_images: change only images.
 
     Returns:
-        A sentence for each fault, with its first place; an empty list if there are none.
+        A sentence per fault, with its first place; empty if there are none.
 
     Raises:
         ValueError: the shapes of ids, document and log-probabilities do not fit, or the number of images.
@@ -94,7 +94,7 @@ def depends(
 
 
 class Forward:
-    """A trainer's forward pass, which is called again with changed token ids and images."""
+    """Forward pass of a trainer, to call again with changed token ids and images."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -108,7 +108,7 @@ class Forward:
                 f"logps returned the shape {tuple(self.usual.shape)} for ids of shape {(B, T)}, but it must return "
                 f"(B, K), with K at most {T}"
             )
-        self.first = T - self.usual.shape[1]  # index of the token to which the first log-probability belongs
+        self.first = T - self.usual.shape[1]  # token index of the first log-probability
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ class Forward:
 
 
 def is_scored(document: Tensor, row: int, token: int) -> bool:
-    """Return whether a token's log-probability is trained: the first token of a document and padding are not."""
+    """Return whether a token has a trained log-probability: no first token in a document, no padding."""
     number = document[row, token]
     return bool(number and token and document[row, token - 1] == number)
 
 
 def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
-    """Change one token, and record the faults that this reveals."""
+    """Change one token, and record faults."""
     row, token = place
     number = int(document[place])
     ids = forward.ids.clone()
@@ -155,14 +155,14 @@ def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place
 
 
 def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
-    """Return each image's row and the indices of its first and last placeholder, in the order of rows."""
+    """Return (row, first placeholder, last placeholder) per image, in row order."""
     edges = pad(is_picture.int(), (1, 1)).diff(dim=1)
     firsts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
     return [(row, first, end - 1) for (row, first), (_, end) in zip(firsts, ends, strict=True)]
 
 
 def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
-    """Negate the pixels of one image, and record the faults that this reveals."""
+    """Negate the pixels of one image, and record faults."""
     row, first, last = place
     pixel_values, grids = forward.pictures
     parts = list(pixel_values.split(grids.prod(1).tolist()))
@@ -182,8 +182,8 @@ def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, 
 
 
 def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
-    """Add up the probabilities of all values of a token, at the last position in each row where this is possible."""
-    # The placeholder of images is not tried, because each placeholder needs pixels. It may have some probability.
+    """Add up the probabilities of all values for a token, at the last possible position per row."""
+    # image placeholders need pixels, so they are not tried; they may have some probability
     missing = 0.5 if forward.pictures else 0.0
     places = list(last_scored(forward, document, is_picture))
     totals = [0.0] * len(places)

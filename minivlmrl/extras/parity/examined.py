@@ -1,4 +1,4 @@
-"""What all laws share: the loss with its options, batches from small to large, and findings."""
+"""Shared by all laws: the loss with its options, batches from small to large, and findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from minivlmrl.extras.parity.calling import loss_and_gradient
 
 SHOWN_NUMBERS = 12  # larger tensors are described by their shapes
-# Masks of the batches, from small to large. Padding is on the right, and some completions also leave out other tokens.
+# batch masks from small to large, with right padding; some completions leave out other tokens, too
 MASKS = (
     [[1]],
     [[1, 0]],
@@ -34,36 +34,35 @@ DEFAULTS = {
     "sft": {"loss_type": "nll"},
 }
 OPTIONS = {kind: {*defaults} for kind, defaults in DEFAULTS.items()}
-OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip; only losses that have it get this option
-# defaults of single losses: CISPO's epsilon_high is the largest weight itself, and EXO takes the logarithm of the label
-# smoothing
+OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip, only for losses that have it
+# CISPO: epsilon_high is the largest weight; EXO takes the logarithm of the label smoothing
 DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
 
 
 class Finding(NamedTuple):
-    """A sentence about a loss. A note describes a property that some losses have on purpose."""
+    """Sentence about a loss; a note is about a property that some losses have on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
-    """A user's loss with its options. Calling it gives the value and the gradient for a batch."""
+    """Loss with options; calls return value and gradient for a batch."""
 
     def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
         self.my_loss = my_loss
         self.kind = kind
         self.tolerance = tolerance
-        self.given = given  # options that the user has named, for example loss_type="dapo"
-        self.read = set()  # names of the options and tensors that the loss has read
+        self.given = given  # named by the user, for example loss_type="dapo"
+        self.read = set()  # names of options and tensors that the loss has read
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
         if kind == "dpo":
-            self.options["loss_type"] = [self.loss_type]  # a list, as in the recorded cases
+            self.options["loss_type"] = [self.loss_type]  # list, as in the recorded cases
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-        """Return the loss, a scalar, and its gradient with respect to per_token_logps, without a graph."""
+        """Return the loss, a scalar, and its gradient with respect to per_token_logps, detached."""
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
@@ -76,15 +75,14 @@ class Examined:
         """Return whether two tensors differ by more than rounding. NaN is left to another law.
 
         Args:
-            tolerance: largest difference, relative to 1 or the largest number, whichever is larger; None means that of
-                the loss.
+            tolerance: maximum difference, relative to max(1, largest number), None = self.tolerance.
         """
         scale = max(1.0, b.nan_to_num(0.0).abs().max().item()) if b.numel() else 1.0
         allowed = (self.tolerance if tolerance is None else tolerance) * scale
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with options, from small to large; those of policy losses without and with a KL."""
+        """Yield random batches with options, from small to large; for policy losses without and with a KL."""
         for mask in MASKS:
             batch = random_batch(self.kind, mask)
             if self.kind == "grpo":
@@ -98,11 +96,11 @@ Law = Callable[[Examined], Iterator[Finding]]
 
 
 def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
-    """Return a batch with random numbers, in the form that `check` in loss.py describes.
+    """Return a random batch, in the form that `check` in loss.py describes.
 
     Args:
-        rows: (B, T) mask, 1 for tokens that are trained on. In a batch of pairs, the rejected answers have the masks of
-            the chosen answers in reverse order.
+        rows: (B, T) mask, 1 for tokens to train on. In pairs, rejected answers have the chosen answers' masks in
+            reverse order.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +118,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0, so that each token has a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0: all tokens have a gradient
     return batch
 
 
@@ -151,7 +149,7 @@ def numbers(x: Tensor, digits: int = 3) -> str:
 
 
 def contrast(wrong: Tensor, right: Tensor) -> list[str]:
-    """Return two tensors as texts with as many digits as show that they differ, at least three."""
+    """Return two tensors as texts, with enough digits to show the difference, at least three."""
     texts = []
     for digits in range(3, 16):
         texts = [numbers(x, digits) for x in (wrong, right)]

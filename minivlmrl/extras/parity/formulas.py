@@ -1,4 +1,4 @@
-"""Tensor functions, such as gradient clipping, with which `parity` imitates the bugs of trainers."""
+"""Tensor functions that imitate trainer bugs, such as gradient clipping."""
 
 import math
 
@@ -9,17 +9,16 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype; a number halfway between two others is rounded as in `theirs`."""
+    """Round x to a dtype; halfway values are rounded as in `theirs`."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return the trainer's log-probabilities if their errors look like those of x, which has 16 bits, else x.
+    """Return the trainer's log-probabilities if their errors look like those of 16-bit x, else x.
 
-    The errors must be correlated and of similar size. With fewer than 16
-    log-probabilities, errors could be correlated by chance.
+    Errors must be correlated and of similar size; below 16 log-probabilities, they could be correlated by chance.
 
     Args:
         x: log-probabilities recomputed in 16 bits.
@@ -36,7 +35,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Clip gradients like torch's clip_grad_norm_; `norm` defaults to the total norm of the gradients."""
+    """Clip gradients like torch's clip_grad_norm_; `norm` defaults to the total norm."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -44,7 +43,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Replace each token's value in x with the sum over all tokens with the same number in `span`.
+    """Replace values with their sum over all tokens with the same number in `span`.
 
     Example: the values [1, 2, 4] with the span numbers [0, 0, 1] become the sums [3, 3, 4].
     """
@@ -53,19 +52,19 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
 
 
 def first(x: Tensor) -> Tensor:
-    """Keep the first of consecutive True values in a mask (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
+    """Select the first of consecutive True values in a mask (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
     return x & ~pad(x, (1, -1))
 
 
 def last(x: Tensor) -> Tensor:
-    """Keep the last of consecutive True values: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
+    """Select the last of consecutive True values: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
     return x & ~pad(x, (-1, 1))
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
 
-    Tensors with different shapes, or with NaN at different positions, have an infinite distance.
+    It is infinite for different shapes, or NaN at different positions.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

@@ -12,10 +12,10 @@ INSTALL = "--framework={0} needs the package {0}"
 
 
 def as_torch(my_loss: Callable, framework: str) -> Callable:
-    """Return a function (batch, options) -> scalar tensor that calls a loss of another framework.
+    """Return a function (batch, options) -> scalar tensor that calls a loss from another framework.
 
     Args:
-        my_loss: loss of the framework, in one of the forms of config/loss_forms.py, for float64 arrays.
+        my_loss: loss in a form from config/loss_forms.py, for float64 arrays.
         framework: "torch", which returns my_loss unchanged, "jax" or "mlx".
 
     Raises:
@@ -27,7 +27,7 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
 
 
 class LossWithGradient(torch.autograd.Function):
-    """Loss as a function of log-probabilities, whose value and gradient another framework has computed."""
+    """Loss with value and gradient from another framework, as a function of log-probabilities."""
 
     @staticmethod
     def forward(ctx, logps, value, gradient):
@@ -41,7 +41,7 @@ class LossWithGradient(torch.autograd.Function):
 
 
 def from_jax(my_loss: Callable) -> Callable:
-    """Call a JAX loss, compiled once for each set of options and shapes; most of the time goes into compiling."""
+    """Call a JAX loss, compiled once per set of options and shapes; compiling takes most of the time."""
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
@@ -60,7 +60,7 @@ def from_jax(my_loss: Callable) -> Callable:
         nonlocal jit
         logps = batch["per_token_logps"]
         values = dict(dict.items(options))
-        # JAX computes in float32 by default, which is less accurate than the recorded numbers.
+        # JAX default float32 is less accurate than the recorded numbers
         with jax.enable_x64(True):
             arrays = {name: jax.numpy.asarray(x.detach().numpy()) for name, x in dict.items(batch)}
             try:
@@ -69,7 +69,7 @@ def from_jax(my_loss: Callable) -> Callable:
             except (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError):
                 if jit is not jax.jit:
                     raise
-                # A loss that decides by numbers, as in `if mask.sum() > 3`, cannot be compiled.
+                # losses with conditions on numbers, as in `if mask.sum() > 3`, cannot be compiled
                 jit = lambda function: function  # noqa: E731
                 functions.clear()
                 return loss(batch, options)
@@ -85,7 +85,7 @@ def from_mlx(my_loss: Callable) -> Callable:
 
     def loss(batch, options):
         logps = batch["per_token_logps"]
-        # MLX has float64 only on the CPU.
+        # MLX: float64 only on the CPU
         with mx.stream(mx.cpu):
             arrays = converted(batch, lambda x: mx.array(x.detach().numpy(), dtype=mx.float64))
             function = mx.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))

@@ -21,27 +21,27 @@ from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
-CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # name of the progress bar
-SECONDS = 300.0  # limit of the search; a search that finds no name needs about 20 on an ordinary core
-SHOWN = 4  # differing cases that are printed
-SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss of TRL
+CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # progress bar title
+SECONDS = 300.0  # search limit; a search without a result needs about 20 on an ordinary core
+SHOWN = 4  # differing cases to print
+SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a TRL loss
 
 
 def check(
     my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
 ) -> int:
-    """Compare a loss with values and gradients recorded from TRL, and return the number of test cases.
+    """Compare a loss with values and gradients recorded from TRL; return the number of test cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
 
         per_token_logps      (B, T); dpo: (B, 2, T), with the chosen answer first
-        mask                 the same shape; 1 for tokens of a completion
+        mask                 the same shape; 1 for completion tokens
         ref_per_token_logps  the same shape, for grpo and dpo
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some test batches have completions without tokens, which still count in the mean over completions. Some test batches
-    have log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
+    Some test batches have completions without tokens, which still count in the mean over completions, or log-ratios of
+    25 nats. `options` is a dict with these loss arguments:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
@@ -51,23 +51,23 @@ def check(
         sft   loss_type: nll or dft
 
     Args:
-        my_loss: function (batch, options), or one like grpo_loss, as for a recipe's grpo.loss_type. It returns the loss
-            or the loss and metrics; its gradient with respect to per_token_logps is also compared.
-        tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
-            larger; a loss that computes in float32 needs 1e-5.
-        kind: loss kind: grpo, dpo or sft.
-        seconds: about the time after which the search for a name ends; the default ends no search of known mistakes.
-            Trials are counted, so that the same loss has the same verdict on each machine.
-        framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays of its framework.
-        only: options that a case must have, for example loss_type="dapo" and whole_step=True.
+        my_loss: function (batch, options), or one like grpo_loss, as for grpo.loss_type in recipes; returns the loss,
+            or loss and metrics. Its gradient with respect to per_token_logps is also compared.
+        tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); float32 losses
+            need 1e-5.
+        kind: grpo, dpo or sft.
+        seconds: approximate limit of the search for a name; the default ends no search for known mistakes. Trials are
+            counted, so a loss has the same verdict on all machines.
+        framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays in its framework.
+        only: required case options, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL, or all agree, but the loss breaks a law of all_laws.py that no
-            recorded case shows. The message lists these cases, and the mistakes and designs that explain the
-            differences, see `judge`.
+        AssertionError: some cases differ from TRL, or all agree, but the loss breaks a law in all_laws.py that no
+            recorded case shows. The message lists these cases, and mistakes and designs that explain the differences,
+            see `judge`.
     """
-    __tracebackhide__ = True  # pytest then shows the caller's line instead of this docstring
+    __tracebackhide__ = True  # pytest then shows the caller's line
     verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
     if not verdict.agrees:
         raise AssertionError(str(verdict))
@@ -76,18 +76,18 @@ def check(
 
 @dataclass
 class Verdict:
-    """The result of comparing a user's loss with TRL's loss.
+    """Result of comparing a user's loss with TRL's loss.
 
     A finding is a "design" if all gradients agree or a public project does the same on purpose, else a "mistake".
     """
 
     cases: int
-    differences: list[str]  # one line for each case that differs
-    where: str = ""  # what the differing cases have in common
-    kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
+    differences: list[str]  # one line per differing case
+    where: str = ""  # what only the differing cases have in common
+    kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
-    broken: Sequence[str] = ()  # sentences about broken laws, if the cases agree or their difference has no name
-    untested: Sequence[str] = ()  # what neither the cases nor the laws could test, if the cases agree
+    broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or no name was found
+    untested: Sequence[str] = ()  # neither in cases nor in laws, if cases agree
 
     @property
     def agrees(self) -> bool:
@@ -107,7 +107,7 @@ class Verdict:
 def judge(
     my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
 ) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name the mistakes that explain the differences."""
+    """Compare a loss with losses recorded from TRL, and name mistakes behind the differences."""
     my_loss = as_torch(my_loss, framework)
     results = []  # (case, options, comparison)
     steps = []
@@ -118,7 +118,7 @@ def judge(
     varied = varied_options(results)
     verdict = differences_of(results, varied, tolerance)
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # the cases may not show all mistakes
+        report = laws_of(my_loss, tolerance, kind, only)  # cases may not show all mistakes
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
@@ -141,13 +141,13 @@ def judge(
 
 
 def varied_options(results: list[tuple[str, dict, "Comparison"]]) -> list[str]:
-    """Return the names of the options that are not the same in all test cases."""
+    """Return the options that vary between test cases."""
     first = results[0][1]
     return [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
 
 
 def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[str], tolerance: float) -> Verdict:
-    """Return a verdict that lists the differing cases."""
+    """Return a verdict with the differing cases."""
     differences = []
     for case, options, result in results:
         if result.error > tolerance:
@@ -174,7 +174,7 @@ def names_without_search(results: list["Comparison"], tolerance: float) -> tuple
 
 
 def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    """Check the laws of a loss; `only` has the options that the user has named."""
+    """Check a loss by laws; `only`: options named by the user."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
     return examine(my_loss, kind, tolerance, **known)
 
@@ -188,7 +188,7 @@ def find_names_by_loss(
 ) -> tuple[list[str], list[str]]:
     """Call `find_names` for all test cases, then for those of the closest loss.
 
-    A loss that does not read loss_type is one of TRL's losses, so it is not compared with all of them.
+    A loss that does not read loss_type is a single TRL loss, so it is not compared with all of them.
     """
     closest, group = candidates[0]
     kinds, names = [], []
@@ -196,7 +196,7 @@ def find_names_by_loss(
         kinds, names = find_names(steps, seconds)
     if len(group) == len(steps) or (kinds and "mistake" not in kinds):
         return kinds, names
-    # A right GSPO loss differs from GRPO, but has no mistake.
+    # a right GSPO loss differs from GRPO, but has no mistake
     if all(errors[i][1] <= tolerance for i in group):
         return [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
     if kinds:
@@ -217,8 +217,8 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 def closest_losses(
     results: list[tuple[dict, float]], settings: list[str], tolerance: float
 ) -> list[tuple[str, list[int]]]:
-    """Return (options, indices of test cases) for each loss of TRL; the loss closest to the user's loss comes first."""
-    groups = {}  # {options that select a loss in TRL: indices of its test cases}
+    """Return (options, test case indices) per TRL loss, closest first."""
+    groups = {}  # {options that select a TRL loss: test case indices}
     for i, (options, _) in enumerate(results):
         values = {"kind": options["kind"]} | {name: options[name] for name in settings}
         texts = [f"{name}={x[0] if isinstance(x, list) else x}" for name, x in values.items()]
@@ -227,7 +227,7 @@ def closest_losses(
     def difference(item: tuple[str, list[int]]) -> tuple:
         texts, group = item
         share = statistics.mean(results[i][1] > tolerance for i in group)
-        # A loss that agrees in all its test cases is the closest; among equals, TRL's default is preferred.
+        # full agreement is closest; among equals, TRL's default
         return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
 
     return sorted(groups.items(), key=difference)
@@ -240,7 +240,7 @@ class Comparison:
     constant: float  # loss minus TRL's
     loss_error: float
     gradient_error: float
-    read: set[str]  # names of the tensors and options that the user's loss has read
+    read: set[str]  # names of tensors and options that the loss has read
 
     @property
     def error(self) -> float:
@@ -251,7 +251,7 @@ class Comparison:
 
 
 def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
-    """Compute the user's loss and its gradient for a recorded batch, and compare both with TRL's.
+    """Compare a loss and its gradient with TRL's for a recorded batch.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
@@ -262,7 +262,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield (name, options, batch, loss, gradient) for each loss that was recorded from TRL with the given options.
+    """Yield (name, options, batch, loss, gradient) per recorded TRL loss with the given options.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.

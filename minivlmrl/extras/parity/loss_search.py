@@ -16,25 +16,25 @@ from minivlmrl.extras.parity.search import Bug, Search, by_kind, computed, count
 from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
 from minivlmrl.extras.parity.step_format import options_of
 
-PARTS = 4  # maximum number of bugs that are combined
-TIED = 4  # maximum number of printed bugs that give the same numbers
+PARTS = 4  # maximum bugs in a combination
+TIED = 4  # maximum printed bugs with equal numbers
 TRIALS_PER_SECOND = 400  # on an ordinary core
 MAKES_NAN = "a completion without tokens makes the loss NaN"  # effect of such bugs in names.py
-SEARCHED = 32  # about so many cases are searched; the others are compared at the end
+SEARCHED = 32  # approximate number of cases to search; others are compared at the end
 
 
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss function's test case to a recorded step, in which `parity` can search for bugs.
+    """Convert a loss test case to a recorded step, in which `parity` can search for bugs.
 
     Args:
-        batch: the case's tensors, by name.
-        options: the loss's options, by name.
-        value: loss that the checked function returned.
-        gradient: this loss's gradient with respect to the log-probabilities.
-        tolerance: largest error in both, as in `minivlmrl.extras.parity.loss.check`.
-        read: names of the tensors and options that the function has read; None means all.
+        batch: case tensors, by name.
+        options: loss options, by name.
+        value: loss from the checked function.
+        gradient: its gradient with respect to the log-probabilities.
+        tolerance: maximum error in both, as in `minivlmrl.extras.parity.loss.check`.
+        read: tensors and options that the function has read, None = all.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -49,19 +49,19 @@ def as_step(
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # a wrong loss is wrong for all rows, so no bug is limited to some rows
+    d.row_sets = {}  # a wrong loss is wrong in all rows
     return d
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call a loss for one test case, and return the case as a step that can be searched.
+    """Call a loss for one test case, and return the case as a searchable step.
 
     The step also has `simpler`, a function that returns steps for simpler variants of the case.
     """
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # Some losses with a KL have a fixed beta.
+    # some losses with a KL have a fixed beta
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -70,7 +70,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def without_value(step: Dump) -> Dump:
-    """Return a case in which only the gradient counts, because the logged value does not train."""
+    """Return a case where only the gradient counts: the logged value does not train."""
     d = copy(step)
     del d["loss"]
     d.usual_answers = {}
@@ -83,35 +83,35 @@ def is_finite(step: Dump) -> bool:
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a loss's test case that show only some of its bugs, the simplest first.
+    """Yield variants of a test case that show only some bugs, simplest first.
 
-    If a loss has several bugs, each variant shows one more of them.
+    If a loss has several bugs, each variant shows one more.
     """
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
         advantages = batch["advantages"]
         first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # a wrong average
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # wrong average
         yield first_step, without_kl  # wrong advantages
         yield batch, without_kl  # wrong ratios or clips
-        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # a wrong KL
-        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # a count of columns
+        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # wrong KL
+        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # wrong column count
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # a wrong order of the answers, or a wrong function of the margin
-        yield without_ref, options  # a wrong beta
-        yield one_token, options  # a wrong reference
-        yield pair, options  # a wrong sum over tokens
+        yield without_ref, options | {"beta": 1.0}  # wrong answer order, or wrong function of the margin
+        yield without_ref, options  # wrong beta
+        yield one_token, options  # wrong reference
+        yield pair, options  # wrong sum over tokens
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
-    """Find a few bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
+    """Find bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
-    Returns one list for each bug: the bug itself, then other bugs that give the same loss.
+    Returns a list per bug: the bug, then other bugs with equal losses.
 
     Raises SearchEndedError after about so many seconds. The search counts trials, so its result does not depend on the
     machine.
@@ -120,7 +120,7 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
     for step in steps:
         step.trials = trials
     try:
-        # A completion without tokens makes some losses NaN. This is one bug, and must not hide the others.
+        # NaN for a completion without tokens is one bug, and must not hide others
         finite = [step for step in steps if is_finite(step)]
         if 0 < len(finite) < len(steps):
             return parts_with_nan(steps, finite)
@@ -131,7 +131,7 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
 
 
 def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Bug]]:
-    """Find the bugs that explain the cases with finite losses, and one that makes the other losses NaN."""
+    """Find bugs for the cases with finite losses, and one that makes the other losses NaN."""
     largest = max(steps, key=lambda step: len(step.all_rows))
     makers = [bug for bug in possible_bugs("loss", largest) if bug.of.effect == MAKES_NAN]
     for bug in makers:  # this bug alone may explain all cases
@@ -147,7 +147,7 @@ def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search some cases, and add further cases while the result does not explain all."""
+    """Search some cases, and add more while the result does not explain all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -165,23 +165,22 @@ def parts_of(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def explains(step: Dump, change: dict | None) -> bool:
-    """Return whether TRL's loss with the bug `change` equals the user's loss in one test case."""
+    """Return whether TRL's loss with the bug `change` equals my_loss in a test case."""
     return error(computed("loss", step, change)) <= step.tolerance
 
 
 class Combination:
-    """Finds a few bugs that together explain a loss.
+    """Find a few bugs that together explain a loss.
 
     Args:
-        steps: test cases that the bugs must explain.
-        variants: simpler variants of test cases, the simplest first; they lead the search to one bug after the other.
+        steps: test cases to explain.
+        variants: simpler test cases, simplest first; they lead the search from one bug to the next.
     """
 
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # The list of bugs is made for the test case with the most rows. With only two rows, "the next row" and "the
-        # previous row" would be the same bug.
+        # Bugs for the test case with the most rows: with two rows, "next row" and "previous row" are the same.
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -203,39 +202,39 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases; variants do not count, since some losses fail there."""
+        """Return whether the loss agrees in all test cases; variants do not count, some losses fail there."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Return the bugs that explain the user's loss in the largest number of test cases."""
+        """Return the bugs that explain the most test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
         simplest = left[0]
         left.sort(key=lambda search: count_wrong(search.base))
-        fewest, most = left[0], left[-1]  # the cases with the fewest and the most differing numbers
+        fewest, most = left[0], left[-1]  # cases with the fewest and the most differing numbers
         chosen = dict.fromkeys((simplest, most, fewest))
         plain, scoped, fitted = self.bugs
 
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # Fitting a number, such as a clip bound, is slow, so it comes late, and uses few cases.
+        # fitting a number, such as a clip bound, is slow: late, and with few cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
             [most.tried(scoped)],
-            # If the user's loss always uses beta = 0.1, other bugs are easier to find in test cases with beta = 0.1.
+            # if the loss always uses beta = 0.1, other bugs show best in test cases with beta = 0.1
             plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain most further test cases; stop at a table with a bug that explains all cases."""
-        counts = {}  # {description: (number of test cases that the bug explains, bug)}
+        """Return the bugs that explain most further test cases; stop at a table with a bug that explains all."""
+        counts = {}  # {description: (explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))
@@ -248,12 +247,12 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort bugs that explain the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
+    """Sort bugs for the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
     return "factor" not in bug.change, len(f"{bug.change.get('c', 0):g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Return the kind of each bug that was found, "mistake" or "design", and the lines to print."""
+    """Return the kind per bug, "mistake" or "design", and the lines to print."""
     parts, says = [], "no name reproduces the loss in all cases: no known mistake or design does"
     of_value = []
     try:
@@ -275,5 +274,5 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
 
 
 def examples(steps: list[Dump]) -> list[str]:
-    """Return lines about numbers of the test case in which most numbers are wrong."""
+    """Return lines about the test case with the most wrong numbers."""
     return [f"  {text}" for text in where(max((computed("loss", step, {}) for step in steps), key=count_wrong))]

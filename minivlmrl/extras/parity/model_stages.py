@@ -1,6 +1,6 @@
-"""Recompute the log-probabilities, gradients, AdamW update and learning rate of a recorded step.
+"""Recompute log-probabilities, gradients, AdamW update and learning rate of a recorded step.
 
-The code of models is imported late, because it needs Pillow and tokenizers, and a step without a model does not.
+Model code is imported late: it needs Pillow and tokenizers, and a step without a model does not.
 """
 
 import math
@@ -19,22 +19,22 @@ from minivlmrl.extras.parity.step import Dump
 if TYPE_CHECKING:
     from minivlmrl.model.packing import GroupBatch
 
-# Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
+# tolerance factor for float32 model outputs, such as gradients
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# quantities after the forward pass; a bug in these quantities, such as rounding, needs no new forward pass
+HALF = 100.0  # further factor for bfloat16, float16 or an unknown dtype
+# after the forward pass: bugs here, such as rounding, need no new forward pass
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
-    """Load a model from a folder, and compute log-probabilities and entropies for the given row indices `part`.
+    """Load a model from a folder, and compute log-probabilities and entropies for the row indices `part`.
 
     Returns:
-        A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
-        The model is None if all rows came from the cache.
+        (2, n, S) log-probabilities and entropies, 0 in all other rows, and the model, None if all rows came from the
+        cache.
 
     Raises:
-        SearchEndedError: a search's deadline has passed.
+        SearchEndedError: after the deadline.
     """
     deviations = str({name: value for name, value in change.items() if name not in AFTER_FORWARD})
     images = shown(d)
@@ -58,17 +58,17 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
-    """Return a tensor (2, S): the log-probability and the entropy of each completion token, and 0 at other tokens."""
+    """Return (2, S): log-probability and entropy per completion token, 0 elsewhere."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
-    token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
-    # The first token of a row has no log-probability, because no earlier token predicts it.
+    token_numbers = attended.cumsum(0)  # positions of attended tokens, starting at 1
+    # first token in a row: no log-probability
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # Each token is predicted by the hidden state of the previous token.
+    # a token is predicted by the previous hidden state
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
@@ -116,7 +116,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the index of each token's image (S,); for a text token, the index is the number of images.
+    """Return the image index per token (S,); text tokens have the number of images.
 
     Example: in "a <i><i> b <i>", image 0 has two tokens and image 1 has one, so the indices are [2, 0, 0, 2, 1].
     """
@@ -125,30 +125,30 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of the tokens after a padding token, which no hidden state predicts."""
+    """Return a mask (n, S) for tokens after padding, which no hidden state predicts."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
 def model_unit(d: Dump) -> float:
-    """Return the factor of the tolerance for a model's outputs: 50 for a float32 model, 5000 for a 16-bit model."""
+    """Return the tolerance factor for model outputs: 50 in float32, 5000 in 16 bits."""
     dtype = d.about.get("autocast") or d.about.get("dtype")
     return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute recorded log-probabilities or entropies with the model in the folder that step.json names."""
+    """Recompute recorded log-probabilities or entropies with the model folder named in step.json."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # A bug may give a row the log-probabilities of another row, so all rows need a forward pass.
+    # A bug may exchange log-probabilities between rows, so all rows need a forward pass.
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
     def recomputed(change: Change) -> Tensor:
         steps = d.get("rollout_step", d.all_rows * 0)
         value = torch.zeros_like(d[name])
-        for step in steps[rows].unique():  # the weights differ between rollout steps
+        for step in steps[rows].unique():  # weights differ between rollout steps
             of_step = rows[steps[rows] == step]
             outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
             value += outputs[int(name == "entropies")]
@@ -180,7 +180,7 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename parameters as in Hugging Face checkpoints, and remove the prefix "module." of a wrapper."""
+    """Rename parameters as in Hugging Face checkpoints, without the wrapper prefix "module."."""
     from minivlmrl.model.families.registry import hub_name
 
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
@@ -204,7 +204,7 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
         passes: list[Any] = [(d.forward, both)]
-        # If log-probabilities and entropies have different bugs, each needs its own forward pass.
+        # different bugs in log-probabilities and entropies need separate forward passes
         if d.entropy_forward != d.forward:
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
         total = {}
@@ -235,7 +235,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 
 def update(d: Dump, change: Change) -> Answer:
-    """Recompute by how much AdamW changes each weight (arXiv 1711.05101, algorithm 2)."""
+    """Recompute weight changes by AdamW (arXiv 1711.05101, algorithm 2)."""
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
@@ -261,12 +261,12 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Return a weight after one AdamW step; `state` has Adam's first and second moment."""
+    """Return a weight after one AdamW step; `state`: Adam's first and second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
     step = change("step", options["step"])
-    is_coupled = change("coupled", False)  # in Adam with L2 regularization, the decay is part of the gradient
+    is_coupled = change("coupled", False)  # Adam with L2 regularization: decay inside the gradient
     slope = gradient + decay * weight * is_coupled
     m = state[0].lerp(slope, 1 - beta1)
     v = state[1].lerp(slope.square(), 1 - beta2)
@@ -276,7 +276,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Recompute the learning rates of the last steps, up to and including the recorded step."""
+    """Recompute the learning rates up to and including the recorded step."""
     options = d.about.get("schedule")
     known_types = ("linear", "cosine", "constant", "constant_with_warmup")
     if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
@@ -289,7 +289,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute a step's learning rate as transformers does; steps count from 0."""
+    """Compute a learning rate as transformers does; steps count from 0."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)

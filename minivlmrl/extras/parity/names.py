@@ -1,12 +1,12 @@
-"""Known bugs of training steps, listed by their target: the quantity that a bug changes, such as the mask.
+"""Known bugs in training steps, by target: the quantity that a bug changes, such as the mask.
 
-For example, the function `lambda s: s.x / 2` for the quantity "rewards" imitates a trainer that halves all rewards. The
-attributes of its argument s are:
+For example, the function `lambda s: s.x / 2` for the quantity "rewards" imitates a trainer that halves all rewards.
+Attributes of s:
 
-    x         the right value
-    c         an unknown number, such as a clip bound, for which the search finds a value
-    region    the part of the step that has the bug, such as the first turn
-    others    the tensors of the recorded step, such as s.advantages
+    x         right value
+    c         unknown number, such as a clip bound; the search finds it
+    region    part of the step with the bug, such as the first turn
+    others    tensors in the recorded step, such as s.advantages
 """
 
 import math
@@ -28,28 +28,28 @@ PATH = Path(__file__).with_name("bugs.json")
 
 @dataclass(frozen=True)
 class Target:
-    """A quantity that a trainer may compute wrongly, such as the rewards or the learning rate; see bugs.json."""
+    """Quantity that a trainer may compute wrongly, such as rewards or learning rate; see bugs.json."""
 
     name: str
     effect: str  # how the mistakes change the training
-    stages: str = ""  # stages and kinds of losses, separated by commas
-    source: str = ""  # a line of code, a paper, or an issue or pull request
-    about: str = ""  # feature that a step must contain to reveal the mistakes
-    needs: str = "input_ids"  # tensor that the step must contain
-    used_by: str = ""  # projects that do so on purpose, with their option; such a bug is called a design
-    threshold: float = 0.0  # a fitted number below this makes the design a mistake
-    unread: str = ""  # option or tensor that the design ignores; if the loss has read it, the design is a mistake
-    read: str = ""  # option or tensor that the loss must have read to have these mistakes
+    stages: str = ""  # stages and loss kinds, separated by commas
+    source: str = ""  # code line, paper, issue or pull request
+    about: str = ""  # feature that reveals the mistakes
+    needs: str = "input_ids"  # required tensor
+    used_by: str = ""  # projects that do so on purpose, with their option: the bug is a design
+    threshold: float = 0.0  # a smaller fitted number makes the design a mistake
+    unread: str = ""  # option or tensor ignored by the design; if the loss has read it, the design is a mistake
+    read: str = ""  # option or tensor that a loss with these mistakes must read
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
 
 
 class Scoped(NamedTuple):
-    """A bug in only some rows or tokens, for example in truncated completions."""
+    """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # Dump attributes that hold the parts, separated by spaces
-    formula: Callable | None = None  # None if each part is a wrong order of rows or tokens
+    kinds: str  # Dump attributes with the parts, separated by spaces
+    formula: Callable | None = None  # None: a part is a wrong order of rows or tokens
 
 
 regions = partial(Scoped, "regions")
@@ -60,7 +60,7 @@ ROWS_OR_COLUMNS = Scoped("rows columns")
 ROLLOUT_ROWS = Scoped("rollout_rows")
 
 
-# functions that build tables of bugs
+# functions that build bug tables
 
 
 def prefixed(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
@@ -68,16 +68,16 @@ def prefixed(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
 
 
 def choices(says: str, *values: str) -> dict[str, str]:
-    """Return one bug for each wrong value of an option, such as "the KL estimator is k1"."""
+    """Return one bug per wrong value of an option, such as "the KL estimator is k1"."""
     return {says.format(value): value for value in values}
 
 
 def both(formula: Callable) -> dict[str, Callable]:
-    """Apply a formula to the log-probabilities of the policy and of the reference."""
+    """Apply a formula to policy and reference log-probabilities."""
     return {"policy": formula, "reference": formula}
 
 
-# functions that the formulas use
+# functions in formulas
 
 
 def times(s):
@@ -93,49 +93,49 @@ def row_mean(x, mask):
 
 
 def is_positive(s):
-    """Return a mask (n, 1) or (n, S) of positive advantages."""
+    """Return a mask (n, 1) or (n, S) for positive advantages."""
     return s.advantages.view(len(s.completion_mask), -1) > 0
 
 
 def shifted(x, by):
-    """Move the values in each row of x by a number of columns, and fill with 0."""
+    """Shift columns, and fill with 0."""
     return pad(x, (by, -by))
 
 
 def discount(c, mask):
-    """Return weights for the tokens of a row: 1 for the first token in the mask, then c, c ** 2, and so on."""
+    """Return token weights: 1 for the first token in the mask, then c, c ** 2, and so on."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def span_shares(s):
-    """Weight each token by 1 / (number of tokens in its turn, group or micro-batch)."""
+    """Weight tokens by 1 / (tokens in their turn, group or micro-batch)."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
 def end_tokens(s):
-    """Return a mask of the stop tokens; if no stop ids are known, the last token of each turn counts as one."""
+    """Return a mask for stop tokens, or the last tokens in turns if no stop ids are known."""
     return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - shifted(s.x, -1))
 
 
 def prompt_tokens(s):
-    """Return a mask (n, S) of all prompt tokens except the first one, which no earlier token predicts."""
+    """Return a mask (n, S) for prompt tokens except the first one, which no token predicts."""
     return (s.attention_mask.cumsum(1) > 1) * s.attention_mask * ~s.completion
 
 
 def without_missing_ids(s):
-    """Imitate a trainer whose mask leaves out one or two special tokens wherever they occur."""
+    """Imitate a mask that leaves out one or two special tokens everywhere."""
     missing = s.x > s.completion_mask
     ids = s.input_ids[missing].unique()
     return s.x * ~torch.isin(s.input_ids, ids) if len(ids) < 3 and 2 * len(ids) <= missing.sum() else s.x
 
 
 def inside(s, tensors: dict, is_inside: bool = True) -> dict:
-    """Select the tensors of the parameters inside, or outside, one part of the model, such as the vision tower."""
+    """Select parameters inside, or outside, one model part, such as the vision tower."""
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
 def cispo(bounded: Callable) -> Callable:
-    """Return the formula of the CISPO loss, in which the function `bounded` clips the importance ratio."""
+    """Return the CISPO formula; `bounded` clips the importance ratio."""
     return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps * s.weights
 
 
@@ -144,7 +144,7 @@ def clipped_by_itself(s):
 
 
 def with_rounded_sines(model):
-    """Round the rotary embeddings in a model's decoder to bfloat16, and return the model."""
+    """Round rotary embeddings in the decoder to bfloat16, and return the model."""
 
     def rounded_inputs(_, given):
         return given[0], *(x.bfloat16().to(x) for x in given[1:3]), *given[3:]
@@ -158,7 +158,7 @@ def theirs_in_half(s):
     return in_half(s.x, s.theirs, s.exact)
 
 
-# Means and standard deviations of the red, green and blue channels: Qwen's processor, then ImageNet models
+# red, green and blue means and standard deviations: Qwen's processor, then ImageNet models
 MEAN = torch.tensor([[0.48145466], [0.4578275], [0.40821073]])
 STD = torch.tensor([[0.26862954], [0.26130258], [0.27577711]])
 IMAGENET_MEAN = torch.tensor([[0.485], [0.456], [0.406]])
@@ -166,14 +166,14 @@ IMAGENET_STD = torch.tensor([[0.229], [0.224], [0.225]])
 
 
 def normalized(mean, std) -> Callable:
-    """Imitate a trainer that normalizes images with `mean` and `std` instead of the values of Qwen's processor."""
+    """Imitate a trainer that normalizes images with `mean` and `std` instead of Qwen's values."""
     return lambda s: ((s.x.unflatten(1, (3, -1)) * STD + MEAN - mean) / std).flatten(1)
 
 
 def by_number_of_tokens(s):
-    """Imitate a wrong M-RoPE: after an image of 3 by 4 tokens, text continues at position 12 instead of 4."""
+    """Imitate a wrong M-RoPE: after an image with 3 by 4 tokens, text continues at position 12 instead of 4."""
     positions = s.x.clone()
-    for number in s.pictures.unique()[:-1]:  # the last number stands for text
+    for number in s.pictures.unique()[:-1]:  # last number stands for text
         tokens = s.pictures == number
         side = s.x[:, tokens].max() - s.x[:, tokens].min() + 1
         positions[:, int(tokens.nonzero().max()) + 1 :] += tokens.sum() - side
@@ -181,18 +181,18 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Imitate a trainer that assumes one image per row: row 2 then starts at image 2 of the micro-batch."""
+    """Imitate a trainer that assumes one image per row: row 2 then starts at image 2 in the micro-batch."""
     return s.flat[s.index :][: len(s.x)]
 
 
 def replaced_ids(s):
-    """Imitate a trainer that replaces one or two special tokens everywhere with another token."""
+    """Imitate a trainer that replaces one or two special tokens everywhere."""
     differs = (s.their_ids != s.x) & (s.x != s.no_token)
     old, new = s.x[differs].unique(), s.their_ids[differs].unique()
     return s.x.where(~torch.isin(s.x, old), new[0]) if len(old) in (1, 2) and len(new) == 1 else s.x
 
 
-# ways in which any quantity may be wrong
+# errors in any quantity
 TIMES = {"is {c} times as large": times}
 SIGNED = {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x}
 SCALED = {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2}
@@ -223,20 +223,20 @@ for answer, is_wrong in (("chosen", torch.tensor([1.0, 0.0])), ("rejected", torc
         f"has the wrong sign for the {answer} answer": lambda s, wrong=is_wrong: s.x - 2 * wrong * s.x,
     }
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# General bugs, such as a wrong sign, can occur in every quantity; the search simulates specific bugs first.
+# general bugs, such as a wrong sign: in any quantity, and simulated after specific ones
 GENERAL = {
     formula
     for table in (TIMES, LINEAR, ROUNDED, CURVED, CLAMPED, BY_TOKEN, OF_RATIOS, OF_ANSWERS)
     for formula in table.values()
 }
 
-# computations to which a bug may be limited: a mask, for example, may be wrong only where tokens are counted
+# computations to which a bug may be limited, such as a mask that is wrong only in token counts
 SCOPES = [
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
     ("grpo, sft", ["the sum", "the count", "the ratio"], "mask"),
 ]
 
-# {target and effect: {what the bug is: formula}}; bugs.json has the stages and sources of each target
+# {target and effect: {bug: formula}}; stages and sources are in bugs.json
 BUGS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
@@ -576,8 +576,8 @@ BUGS: dict[str, dict[str, Any]] = {
     "entropies: the policy becomes too sure or too random": prefixed(
         "the entropy of a token", LINEAR
     ),
-    # Every step has input_ids, so these bugs are always tried. If the step has no reference model, the report counts
-    # them under "cannot reveal".
+    # All steps have input_ids, so these bugs are always tried; without a reference model, the report counts them
+    # under "cannot reveal".
     "kl_estimator: another divergence is penalized": choices(
         "the KL estimator is {}", "k3"
     ),

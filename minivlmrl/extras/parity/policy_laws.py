@@ -1,8 +1,8 @@
-"""Laws of a policy loss: advantages, ratios and their bounds, averages, and the KL.
+"""Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
-Most laws are about the gradient of a token, divided by minus its advantage. This quotient is the token's weight in the
-average, times a function of the ratio, here called the gate. PPO's gate is the ratio itself, or 0 where the clip stops
-the token.
+Most laws use a token's gradient divided by minus its advantage. This quotient is the token's weight in the average,
+times a function of the ratio, here called the gate. PPO's gate is the ratio itself, or 0 where the clip stops the
+token.
 """
 
 import math
@@ -28,11 +28,11 @@ from minivlmrl.extras.parity.examined import (
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # log-probability of the token in a batch of one token
+LOGP = -2.0  # in batches with one token
 
 
 def asked_type(loss: Examined) -> str | None:
-    """Return the loss_type that the user has named, if it is one of TRL's."""
+    """Return the loss_type named by the user, if TRL has it."""
     return loss.loss_type if "loss_type" in loss.given and loss.loss_type in LOSS_TYPES else None
 
 
@@ -44,7 +44,7 @@ def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, log
 
 
 def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
-    """Return the value and the gradient for a batch of one token, whose weight is 1 in every average."""
+    """Return value and gradient for one token; its weight is 1 in all averages."""
     value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
     return value.item(), slope.item()
 
@@ -54,7 +54,7 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
 
 
 def use_its_own_numbers(loss: Examined):
-    """Use the bound of a CISPO loss, and the divisor of a Dr. GRPO loss that divides by a constant of its own."""
+    """Use a CISPO loss with its own bound, and a Dr. GRPO loss with its own constant divisor."""
     if not {"loss_type", "epsilon_high"} & loss.given.keys():
         usual = of_one_token(loss)[1]
         loose = loss(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"])[1].item()
@@ -71,7 +71,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Return the weight of each token in the average, (B, T): on policy, minus the gradient for an advantage of 1."""
+    """Return token weights in the average, (B, T): on policy, minus the gradient for advantage 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -79,7 +79,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -
 
 
 def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
-    """On policy, training makes tokens with a positive advantage likelier, and changes nothing if it is 0."""
+    """On policy, tokens with a positive advantage become likelier; with advantage 0, nothing changes."""
     for mask in MASKS:
         for shift in range(3):
             advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
@@ -112,7 +112,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Find
 
 
 def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
-    """The advantage of a row changes no gradient of another row."""
+    """An advantage changes no gradient in other rows."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         if len(mask) == 1:
@@ -135,12 +135,12 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
 
 @dataclass
 class Gate:
-    """How the gradient of a token depends on its ratio."""
+    """Token gradient as a function of the ratio."""
 
     says: str
-    weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient divided by minus the advantage
+    weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
     loss_types: tuple[str, ...] = ()  # losses with this gate
-    variant_of: tuple[str, ...] = ()  # losses for which some projects use this gate on purpose
+    variant_of: tuple[str, ...] = ()  # losses where some projects use this gate on purpose
 
     def expected(self, ratio: float, advantage: float) -> float:
         given = torch.tensor([ratio, advantage], dtype=torch.float64)
@@ -148,7 +148,7 @@ class Gate:
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return PPO's gate with the bounds low and high, and with a dual clip at the ratio `cap`."""
+    """Return PPO's gate with the bounds low and high, and a dual clip at the ratio `cap`."""
 
     def weight(ratio, advantage):
         stops = torch.where(advantage > 0, ratio > high, (ratio < low) | (ratio > cap))
@@ -172,22 +172,22 @@ def vespo(ratio, advantage):
 
 @dataclass
 class Token:
-    """A batch of one token, and how a loss acts on it."""
+    """Batch with one token, and the measured gradient."""
 
     ratio: float
     advantage: float
     value: float
-    weight: float  # gradient divided by minus the advantage, and by the same quotient for the ratio 1
+    weight: float  # gradient / -advantage, relative to ratio 1
 
 
 def measured_tokens(loss: Examined) -> list[Token]:
-    """Call the loss for single tokens with ratios on both sides of each bound."""
+    """Call the loss for single tokens, with ratios on both sides of all bounds."""
     low, high = loss.options["epsilon_low"], loss.options["epsilon_high"]
     bounds = [1 - low, 1 + low, 1 - high, 1 + high, math.exp(-low), math.exp(high)]
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    # An advantage other than 1 shows whether the clip acts on the ratio, and not on its product with the advantage.
+    # advantages other than 1: does the clip act on the ratio, or on ratio * advantage?
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
@@ -197,7 +197,7 @@ def measured_tokens(loss: Examined) -> list[Token]:
 
 
 def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
-    """Return the gates of known losses, some of them with bounds that are read off the measured tokens."""
+    """Return gates of known losses, some with bounds from the measured tokens."""
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
@@ -229,7 +229,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
         ),
     ]
     kept = [ratio for ratio, weight, _ in raised if weight]
-    if kept and raised[-1][2] == 0:  # the value of a masked token is 0, and that of a clipped token is not
+    if kept and raised[-1][2] == 0:  # masked tokens have value 0, clipped ones do not
         outside = [ratio for ratio, weight, _ in raised if not weight]
         first = edge(loss, 1.0, max((ratio for ratio in outside if ratio < kept[0]), default=0.0))
         last = edge(loss, 1.0, min(ratio for ratio in outside if ratio > kept[-1]))
@@ -239,7 +239,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
 
 
 def edge(loss: Examined, advantage: float, outside: float) -> float:
-    """Return the ratio between 1 and `outside` at which a token's gradient becomes 0; `outside` if it is 0 or inf."""
+    """Return the ratio between 1 and `outside` where the token gradient becomes 0; `outside` if it is 0 or inf."""
     if outside in (0, math.inf):
         return outside
     inside = 1.0
@@ -251,7 +251,7 @@ def edge(loss: Examined, advantage: float, outside: float) -> float:
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
-    """Return the tokens whose weights differ from what the gate predicts. NaN is left to another law."""
+    """Return the tokens that contradict the gate. NaN is left to another law."""
     pairs = [(token, gate.expected(token.ratio, token.advantage)) for token in tokens]
     return [token for token, expected in pairs if abs(token.weight - expected) > tolerance * max(1.0, abs(expected))]
 
@@ -266,11 +266,11 @@ def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Toke
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """The gradient of a token follows its ratio, and stops at the bounds of the clip, on the right sides."""
+    """Token gradients follow their ratios, and stop at the clip bounds, on the right sides."""
     right, fitting, tokens = right_and_fitting_gate(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # With only one bound, fewer tokens may be wrong.
+        # with one bound, fewer tokens may be wrong
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         gates = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(gate, misfits(gate, tokens, loss.tolerance)) for gate in gates]
@@ -282,7 +282,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
 
 
 def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
-    """Yield at most one sentence for each way in which a gradient is wrong."""
+    """Yield at most one sentence per kind of wrong gradient."""
     seen = set()
     for token in wrong:
         sign = "> 0" if token.advantage > 0 else "< 0"
@@ -306,7 +306,7 @@ def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
             )
 
 
-# the log-ratio of a token, (B, T) or (B, 1)
+# log-ratio per token, (B, T) or (B, 1)
 LEVELS = {
     "token": lambda log_ratio, mask: log_ratio,
     "sequence": lambda log_ratio, mask: (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True),
@@ -320,7 +320,7 @@ OF_A_LEVEL = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """A token's gradient depends on its own ratio, or on the mean or the product of the ratios in its completion."""
+    """Token gradients depend on their own ratio, or on the mean or product over the completion."""
     _, gate, _ = right_and_fitting_gate(loss)
     if gate is None:
         return
@@ -358,7 +358,7 @@ def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
 @dataclass
 class Average:
     says: str
-    weights: Callable[[Tensor, int], Tensor]  # (mask, max_completion_length) -> weight of each token
+    weights: Callable[[Tensor, int], Tensor]  # (mask, max_completion_length) -> token weights
     loss_types: tuple[str, ...]
 
 
@@ -383,7 +383,7 @@ DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # proj
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """On policy, the tokens have the weights of a known average, and of the loss_type that the user has named."""
+    """On policy, tokens have the weights of a known average, and of the loss_type that the user has named."""
     batch = random_batch("grpo", [[1, 1, 1, 0], [1, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -418,7 +418,7 @@ def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
 
 
 def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[float, float]:
-    """Return what the KL adds to the value and to the gradient for a batch of one token."""
+    """Return the KL part in value and gradient for one token."""
     with_kl = of_one_token(loss, beta, **token)
     without = of_one_token(loss, **token)
     return with_kl[0] - without[0], with_kl[1] - without[1]
@@ -451,7 +451,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
-    """The KL's gradient does not depend on the advantage, and the clip does not stop it."""
+    """The KL gradient does not depend on the advantage, and is not clipped."""
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):
@@ -466,7 +466,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Over a whole vocabulary, the KL has the expectation KL(policy || reference), or the gradient of it."""
+    """Over a whole vocabulary, the KL has the expectation KL(policy || reference), or its gradient."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -474,7 +474,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     pairs = [kl_of_one_token(loss, advantage=0.0, logp=logp, ref=ref_logp) for logp, ref_logp in tokens]
     values, slopes = torch.tensor(pairs, dtype=torch.float64).T
     value = (logps.exp() * values).sum()
-    # A token's gradient reaches the logits through its log-probability.
+    # d log-probability / d logits
     jacobian = torch.autograd.functional.jacobian(lambda x: x.log_softmax(0), logits)
     gradient = (logps.exp() * slopes) @ jacobian
     right_value, right_gradient = kl_and_gradient(logits, ref)
@@ -505,7 +505,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
 
 
 def kl_and_gradient(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(policy || reference) and its gradient with respect to the policy's logits."""
+    """Return KL(policy || reference) and its gradient with respect to the policy logits."""
     logits = logits.clone().requires_grad_()
     logps = logits.log_softmax(0)
     kl = (logps.exp() * (logps - ref)).sum()
@@ -513,7 +513,7 @@ def kl_and_gradient(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
-    """The tokens have the same weights in the KL's average as in that of the policy term."""
+    """Tokens have the same weights in the KL average as in the policy term."""
     _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
     for mask in MASKS:
         batch = random_batch("grpo", mask)
@@ -546,7 +546,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# Laws that say nothing new if one of these earlier laws is broken, or cannot be tested.
+# {law: earlier laws}: skip it if one is broken or cannot be tested
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -1,4 +1,4 @@
-"""Laws of DPO losses (directions, reference, beta, label smoothing, averages) and SFT losses (a mean over tokens)."""
+"""Laws for DPO losses (directions, reference, beta, label smoothing, averages) and SFT losses (mean over tokens)."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from minivlmrl.extras.parity.common_laws import micro_batches_add_up
 from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
 
-# losses that depend only on the margin: the log-ratio of the chosen answer minus that of the rejected answer
+# losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
-OF_MEANS = ("ipo", "sigmoid_norm")  # losses that average the log-ratios of an answer's tokens
+OF_MEANS = ("ipo", "sigmoid_norm")  # losses with mean log-ratios over answer tokens
 TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a pair whose answers have these log-ratios, in nats, spread evenly over some tokens."""
+    """Return a pair with these log-ratios, in nats, spread evenly over tokens."""
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
@@ -31,7 +31,7 @@ def recognize_ipo(loss: Examined):
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
     """The loss falls if the chosen answer gains, and rises if the rejected answer gains."""
-    # Some losses are flat or have a minimum elsewhere. All act here, where the order is wrong and both answers lost.
+    # wrong order, both answers lost: no loss is flat or at a minimum here
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
     for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):
@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Adding the same number to a log-probability of policy and reference changes nothing."""
+    """Adding the same number to policy and reference log-probabilities changes nothing."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)
@@ -100,7 +100,7 @@ def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
-    """The log-ratios of an answer's tokens are added, or averaged in losses that are defined so."""
+    """Log-ratios are added over answer tokens, or averaged in losses that are defined so."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(0.4, -0.3))
@@ -114,7 +114,7 @@ def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
             f"the log-ratios of an answer's tokens are {what}. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is "
             f"{numbers(one_token)}, with the same sums over three tokens {numbers(same_sum)}, and with the same means "
             f"{numbers(same_mean)}",
-            "note" if loss.loss_type == "ipo" and found else "broken",  # the authors of DPO add them in IPO
+            "note" if loss.loss_type == "ipo" and found else "broken",  # DPO's authors add them in IPO
         )
 
 
@@ -143,7 +143,7 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
 
 
 def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """The loss of three equal pairs is the loss of one pair."""
+    """Three equal pairs have the loss of one pair."""
     one, _ = loss(pair(0.4, -0.3))
     three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(0.4, -0.3).items()})
     if loss.differ(three, one):
@@ -154,7 +154,7 @@ def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """The gradient of an SFT loss is minus one over the number of tokens; that of dft, times the probability."""
+    """An SFT gradient is -1 / tokens; for dft, times the probability."""
     for mask in MASKS:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)
@@ -181,7 +181,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# Laws that say nothing new if one of these earlier laws is broken.
+# {law: earlier laws}: skip it if one is broken
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

@@ -1,4 +1,4 @@
-"""Show on the terminal how far a comparison or a search is."""
+"""Show progress of a comparison or a search on the terminal."""
 
 from collections.abc import Collection, Iterator
 from typing import TypeVar
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def with_bar(name: str, items: Collection[Item]) -> Iterator[Item]:
-    """Yield the items, and show on stderr, if it is a terminal, how many are done."""
+    """Yield the items with a progress bar on stderr, if it is a terminal."""
     with ProgressBar(name, len(items), leave=False) as bar:
         for item in items:
             yield item

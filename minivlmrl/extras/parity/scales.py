@@ -1,4 +1,4 @@
-"""Numbers by which a trainer may wrongly multiply or divide, such as the number of rows or the temperature."""
+"""Numbers by which a trainer may wrongly multiply or divide, such as the row count or the temperature."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,7 @@ OF_FORWARD = ("logps", "entropies", "logps of old", "logps of sampler", "logps o
 
 
 def counts(d, stage: str) -> dict[str, float]:
-    """Return the counts of a step, by what is counted; 1 and 0 are left out."""
+    """Return counts, such as tokens or rows, without 1 and 0."""
     about = d.about
     result = {"ranks": about.get("world_size")}
     if stage == "advantages":
@@ -39,7 +39,7 @@ def counts(d, stage: str) -> dict[str, float]:
 
 
 def factors(d, stage: str) -> dict[str, float]:
-    """Return the options of a step, and ratios of options, by which its numbers may be multiplied."""
+    """Return options, and option ratios, as possible factors."""
     result = {}
     if stage in (*OF_FORWARD, "loss"):
         result["1 / ln 2, as in bits"] = 1 / math.log(2)
@@ -62,21 +62,21 @@ def without_units(numbers: dict) -> dict[str, float]:
 
 
 def known_numbers(d, stage: str) -> dict[float, str]:
-    """Return {number: its name} for the step's options, counts and ratios, such as {8.0: ": the 8 rows"}."""
-    units = defaultdict(list)  # names of the quantities that have each count
+    """Return {number: name} for options, counts and ratios, such as {8.0: ": the 8 rows"}."""
+    units = defaultdict(list)  # {count: names}
     for unit, count in counts(d, stage).items():
         units[count].append(unit)
     texts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
     singles = [(0.0, "exactly zero"), *((number, says) for says, number in factors(d, stage).items())]
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
-    # Ratios of small counts, such as 3 / 4, are left out: a factor could equal such a ratio by chance.
+    # no ratios of small counts, such as 3 / 4: a factor could equal them by chance
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2) if min(a, b) > 10]
     return by_number(ratios) | by_number(singles)  # a single count is simpler than a ratio
 
 
 def by_number(named: list[tuple[float, str]]) -> dict[float, str]:
-    """Join the names of equal numbers: 8 rows and 8 pairs give {8.0: ": the 8 rows or the 8 pairs"}."""
+    """Join the names for equal numbers: 8 rows and 8 pairs give {8.0: ": the 8 rows or the 8 pairs"}."""
     names = defaultdict(list)
     for number, name in named:
         names[float(f"{number:.12g}")].append(name)

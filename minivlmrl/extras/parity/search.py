@@ -1,6 +1,6 @@
-"""Search for known bugs that reproduce wrong numbers in a trainer's recorded step or in a test case of a loss.
+"""Search for known bugs that reproduce wrong numbers in a recorded step or in a loss test case.
 
-The search recomputes the numbers with one known bug at a time, and compares the results with the trainer's:
+The search recomputes the numbers with one known bug at a time, and compares the results with the recorded ones:
 
     1. simple bugs, such as "a reward is halved"
     2. bugs in one computation, such as a wrong mask only in the token count
@@ -28,9 +28,9 @@ from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.scales import counts, factors, known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-TOLERANCE = 1e-5  # largest relative error that counts as rounding; float32 rounds one number to about 1e-7
-NAN = 1e300  # stands for NaN in the test cases of a loss, in which two NaN are equal
-# {stage: (recomputed tensor, field of step.json that names the model's folder)}
+TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-7
+NAN = 1e300  # NaN in loss test cases, where two NaN are equal
+# {stage: (recomputed tensor, step.json field with the model folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -53,27 +53,27 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# what the warning "only one row differs, too few to tell causes apart" counts in these stages instead of rows
+IDS = ("tokens", "pictures", "mask")  # integer stages, without fitted factors
+# what "only one row differs, too few to tell causes apart" counts instead of rows
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# start values of the search for an unknown number, such as the bound c in the bug "the ratio is at most c"
+# start values for an unknown number, such as c in "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of bugs, those with the smallest errors, whose number is fitted to all digits
-CASE_REFINED = 4  # in test cases of a loss
+REFINED = 16  # bugs with the smallest errors, whose numbers are fitted to all digits
+CASE_REFINED = 4  # in loss test cases
 PAIRED_NUMBERS = 12  # with fewer wrong numbers, some pair of bugs would fit by chance
 
 
 @dataclass(eq=False)
 class Bug:
-    """A known bug that may explain why a trainer's numbers differ from the recomputed numbers."""
+    """Known bug that may explain wrong numbers."""
 
     says: str
     change: dict  # {quantity: replacement}, see Change
-    of: table.Target  # the quantity's stages, effect and source
-    error: float = 0.0  # error that remains if the stage is recomputed with this bug
-    parts: int = 1  # number of single bugs that this bug combines
-    is_guess: bool = False  # whether a fitted number equals no count or option of the step
+    of: table.Target  # stages, effect and source of the quantity
+    error: float = 0.0  # error left after recomputing with this bug
+    parts: int = 1  # single bugs in this combination
+    is_guess: bool = False  # fitted number equals no count or option in the step
 
     def __str__(self) -> str:
         return f"{self.says} (remaining error {self.error:.0e})"
@@ -84,7 +84,7 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True for a bug in only some rows, tokens or parameters, and for a wrong order of rows or tokens."""
+        """True for a bug in only some rows, tokens or parameters, or a wrong order of rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -102,8 +102,8 @@ class Bug:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, target: str) -> bool:
-        """Return True if the bug can be limited to one computation, such as the baseline of the advantages."""
-        # A wrong order of rows in only the baseline would fit too often by chance.
+        """Return whether the bug can be limited to one computation, such as the baseline of the advantages."""
+        # a wrong row order in only the baseline would fit too often by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
 
@@ -113,7 +113,7 @@ class Bug:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Bug":
-        """Put the number into the text of the bug, for example "all values are 8 times as large: the 8 rows"."""
+        """Put the number into the text, for example "all values are 8 times as large: the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -124,12 +124,12 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names under which names.py lists the bugs of a stage: "loss" and "dpo" for the loss of DPO."""
+    """Return stage names in names.py: "loss" and "dpo" for a DPO loss."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List the known bugs of a stage, such as the loss, without bugs whose tensors the step lacks."""
+    """List known bugs in a stage, except those with missing tensors."""
     names = names_of(name, d)
     result = []
     for key, bugs in table.BUGS.items():
@@ -144,7 +144,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # The search tries a wrong clip bound, which only one loss can have, before a wrong sign, which all can have.
+    # specific bugs, such as a clip bound, before general ones, such as a sign
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -154,7 +154,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Limit a bug to each part of a model or of a step, for example to the gradient of the vision tower."""
+    """Limit a bug to one part of a model or step at a time, for example to the vision tower gradient."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -162,15 +162,15 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # Counted tokens are those in the mask, so a bug in the mask cannot be limited to counted tokens.
+                # counted tokens are those in the mask: no mask bug only there
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> Any:
-    """Recompute a stage, such as the loss. `change` is the bug to simulate, or {} for none.
+    """Recompute a stage, such as the loss, with a simulated bug; `change` = {} for none.
 
-    Returns None if the computation fails with this bug. Raises SearchEndedError after a search's deadline.
+    Returns None if the computation fails with this bug. Raises SearchEndedError after the deadline.
     """
     d.check_time()
     if change is None:
@@ -180,7 +180,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # A bug may make the computation fail, for example if a wrong mask leaves a DPO answer without tokens.
+    # bugs may make the computation fail, such as a mask that leaves a DPO answer without tokens
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -190,7 +190,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         if d.case_tolerance:  # two NaN are equal, as in `formulas.distance`
             theirs, ours = theirs.nan_to_num(nan=NAN), ours.nan_to_num(nan=NAN)
             unit = ours.where(ours.abs() < NAN, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # the unit is limited, so that a bug with huge numbers does not hide differences
+        else:  # limited unit: huge numbers from a bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -218,7 +218,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums of the relative errors; two bugs with the same sums have the same effect."""
+    """Return two sums over relative errors; bugs with equal sums have the same effect."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -230,11 +230,11 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count wrong numbers; all advantages of a group count only once, and so do all tokens of a row or pair."""
+    """Count wrong numbers; advantages count once per group, tokens once per row or pair."""
     if name not in GROUPS:
         return count_wrong(answer)
     labels = d["group"] if name == "advantages" else d.all_rows
-    if name == "loss" and "pair" in d:  # numbered within each micro-batch
+    if name == "loss" and "pair" in d:  # numbered per micro-batch
         labels = d["pair"] + len(labels) * d["micro_batch"]
     counts = []
     for theirs, ours, unit in answer.values():
@@ -247,12 +247,12 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 class Region(NamedTuple):
     """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
-    says: str  # name of the rows or parameters; "" means all
-    inside: dict[str, Tensor]  # bool mask for each tensor in the stage
+    says: str  # rows or parameters, "" = all
+    inside: dict[str, Tensor]  # {tensor in the stage: bool mask}
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors elsewhere by replacing the trainer's numbers there with the recomputed ones."""
+        """Ignore errors elsewhere: use recomputed numbers there."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -263,9 +263,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List the whole step, and each part that contains all wrong numbers, such as the truncated completions."""
+    """List the whole step, and parts with all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    row_sets = {} if name == "advantages" else d.row_sets  # a rollout has other rows than a step
+    row_sets = {} if name == "advantages" else d.row_sets  # rollout rows are not step rows
     sets: dict[str, Any] = d.parts if name in BY_PARAMETER else row_sets
     for says, chosen in sets.items():
         if name in BY_PARAMETER:
@@ -281,20 +281,20 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 
 
 class Search:
-    """Searches for bugs that explain a trainer's wrong numbers in one stage, such as the loss.
+    """Search for bugs that explain wrong numbers in one stage, such as the loss.
 
     If all wrong numbers are in one part, such as the truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: bugs that were found earlier and stay active in all recomputed numbers.
+        deviation: earlier bugs that stay active in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
         self.name = name
         self.d = d
         self.deviation = deviation or {}
-        self.explained = []  # bugs found so far, which are kept if the time is over
-        self.has_ended = False  # whether the time limit has ended the search
+        self.explained = []  # bugs found before the time limit
+        self.has_ended = False  # reached the time limit
         self.base = self.answer({})
         self.sources = {} if d.case_tolerance else known_numbers(d, self.name)
         self.regions = find_regions(name, self.base, d)
@@ -305,24 +305,24 @@ class Search:
 
     def run(self, bugs: list[Bug]):
         factors = self.factors()
-        # Bugs that need no new forward pass, such as rounded log-probabilities, come first.
+        # first bugs without a new forward pass, such as rounded log-probabilities
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and not bug.is_guess for bug in factors):
-            fitted = []  # a count of the step explains the numbers better than a fitted number
+            fitted = []  # a count in the step is a better explanation than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
                     for bug in phase(some):
                         self.explained.append(bug)
         finally:
-            self.explained += factors  # last, because a factor says less than other bugs
+            self.explained += factors  # last: a factor says less than other bugs
         if not self.explained and count_wrong(self.base) >= PAIRED_NUMBERS:
             for bug in self.tried(self.pairs()):
                 self.explained.append(bug)
 
     def pairs(self) -> list[Bug]:
-        """Combine each design that some projects choose with another bug, as trainers have both."""
+        """Combine designs that some projects choose with another bug, as trainers have both."""
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]]
         result = []
         for first, then in product(near, near):
@@ -333,7 +333,7 @@ class Search:
         return result
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Yield each bug that reproduces the trainer's numbers."""
+        """Yield bugs that reproduce the recorded numbers."""
         for bug in with_bar("causes", bugs):
             answer = self.answer(bug.change)
             key = distance(answer)
@@ -343,7 +343,7 @@ class Search:
                 self.by_distance.setdefault(key, bug)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Limit the bug to one place, such as the truncated completions; return [] if wrong numbers remain."""
+        """Limit the bug to one place, such as truncated completions; [] if wrong numbers remain."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -356,7 +356,7 @@ class Search:
         return explained
 
     def is_few(self, region: Region) -> bool:
-        """Return True if fewer than two rows or groups are wrong, which is too few to fit a number."""
+        """Return whether fewer than two rows or groups are wrong: too few to fit a number."""
         return not self.d.case_tolerance and count_groups(self.name, region.of(self.base), self.d) < 2
 
     def factors(self) -> list[Bug]:
@@ -386,13 +386,13 @@ class Search:
         return result
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Fit each bug's unknown constant, such as a clip bound; yield bugs that reproduce the trainer's numbers."""
+        """Fit unknown constants, such as a clip bound; yield bugs that reproduce the recorded numbers."""
         near = []
         usual = [(region, region.distance(self.base), self.is_few(region)) for region in self.regions]
         for bug in with_bar("causes with a number", bugs):
-            # A wrong factor is often a count of the step, such as the number of rows.
+            # wrong factors are often counts, such as the number of rows
             sources = self.sources if any(x is table.times for x in bug.change.values()) else {}
-            gaps = defaultdict(list)  # for each place, the distance with each number
+            gaps = defaultdict(list)  # {place: distances per number}
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
                 answer = self.answer(bug.with_number(number).change)
                 for i, region in enumerate(self.regions):
@@ -423,15 +423,15 @@ def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
 
 
 def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds` of CPU time."""
+    """Search for the simplest known bugs that reproduce the recorded numbers, for at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # Many bugs could explain one wrong token id or one learning rate, so only trained padding gets a name.
+    # many bugs fit one wrong token id or learning rate, so only trained padding gets a name
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # A bug fits if at most 1 % of the original error remains; this limit is kept between 1e-5 and 3e-5.
+    # a bug may leave 1 % of the original error, between 1e-5 and 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forward passes are slow: the search recomputes only the row with the largest error, and later all rows.
+    # forward passes are slow: only the row with the largest error first, later all rows
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -452,7 +452,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((bug.parts for bug in explained), default=1)
     explained = [bug for bug in explained if bug.parts == fewest]
     limit = max(10 * min((bug.error for bug in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with an unlikely number, such as 0.0001, are reported last.
+    # bugs with an unlikely number, such as 0.0001, last
     search.explained = sorted((bug for bug in explained if bug.error <= limit), key=lambda bug: bug.has_unlikely_number)
     return search
 

@@ -1,14 +1,13 @@
-"""Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
+"""Recompute advantages, token ids, masks, loss and loss gradient of a recorded step.
 
-The function of a stage, such as `loss`, returns None if the recorded step lacks a needed tensor, and otherwise
-{tensor's name: (theirs, ours, unit)}:
+A stage function, such as `loss`, returns None if the step lacks a tensor, else {name: (theirs, ours, unit)}:
 
-    theirs    the trainer's tensor
-    ours      the recomputed tensor
+    theirs    trainer's tensor
+    ours      recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-The `change` argument is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right
-mask x if the bug is elsewhere.
+`change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right mask x if the
+bug is elsewhere.
 """
 
 from collections.abc import Mapping
@@ -34,19 +33,19 @@ Answer = Mapping[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
-    """Recompute the advantages of N completions from their K rewards and their groups."""
+    """Recompute N advantages from K rewards per completion and from groups."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
     reward, baseline, divisor = reward_parts(d, change)
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # Without the minimum of 1e-4, a standard deviation near 0 would give a huge tolerance.
+    # minimum 1e-4: a standard deviation near 0 would give a huge tolerance
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the total reward, the baseline and the divisor of each of N completions, each (N,)."""
+    """Return total reward, baseline and divisor per completion, each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -69,11 +68,11 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -> tuple[Tensor, Tensor]:
-    """Return a baseline (N,) and a divisor (N,) for the rewards x (N,), ignoring NaN.
+    """Return baselines (N,) and divisors (N,) for the rewards x (N,), ignoring NaN.
 
     Args:
-        center: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
-        scale: "group", "batch" or "none"; the divisor is the standard deviation over the group or the rollout, or 1.
+        center: "group" or "batch": mean over the group or rollout.
+        scale: "group", "batch" or "none": standard deviation over group or rollout, or 1.
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -95,7 +94,7 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Check that each row of the step has the same advantage as in the rollout from which the row was taken."""
+    """Check that rows have the same advantages in the step as in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -104,8 +103,8 @@ def rows(d: Dump, change: Change) -> Answer:
 
 
 def tokens(d: Dump, change: Change) -> Answer:
-    """Recompute the token ids and the attention mask of completions from the sampler's token ids."""
-    # A trainer must use the sampled token ids, because the tokenizer may encode the sampled text to other ids.
+    """Recompute completion token ids and attention mask from sampler_ids."""
+    # train on sampled ids: the tokenizer may encode the text to other ids
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
@@ -117,11 +116,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # An attention mask of zeros is accepted, because a trainer may skip the forward pass of truncated completions.
+    # zeros are accepted: a trainer may skip the forward pass of truncated completions
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # The stage "mask" checks whether the model's own tokens are left out, because many trainers have only that mask.
+    # many trainers have only the mask; the stage "mask" checks whether it leaves out generated tokens
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -130,7 +129,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Compare the images that the trainer gave to the model with the images that the sampler saw."""
+    """Compare the images in training with those the sampler saw."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -139,7 +138,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     for i in row:
         flat, index = beside(d, [sampled[k] for k in row], len(ours))
         ours.append(change("pictures", sampled[i], flat=flat, index=index))
-    numbers = {}  # number that stands for each distinct image
+    numbers = {}  # {distinct image: number}
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
@@ -150,13 +149,13 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
-    """Return all images in a row's micro-batch as one list, and the row's index in the micro-batch."""
+    """Return all images in the micro-batch as one list, and the row index there."""
     part = next(part for part in d.micro_batches if row in part).tolist()
     return [image for other in part for image in images[other]], part.index(row)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as (patches, grid) pairs; kind="sampler_" selects the images that the sampler saw."""
+    """Return (patches, grid) pairs per row; kind="sampler_" selects images in sampling."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -167,7 +166,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the mask of trained tokens: turns up to their stop tokens in GRPO, and whole answers in DPO and SFT."""
+    """Recompute the mask of trained tokens: turns up to their stop tokens in GRPO, whole answers in DPO and SFT."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -180,7 +179,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask of the tool responses and of the model's turns, each turn up to its stop token."""
+    """Return a mask for tool responses and model turns up to their stop tokens."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
@@ -195,7 +194,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Set all columns up to the last 1 of each row: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
+    """Set all columns up to the last 1 in a row: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
@@ -204,26 +203,26 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute each micro-batch's loss and its gradients (n, S) with respect to log-probabilities and entropies."""
+    """Recompute losses per micro-batch, and gradients (n, S) with respect to log-probabilities and entropies."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    # Autograd raises an error for a loss without a gradient, but not for loss + 0 * logps.sum().
+    # + 0 * leaves: autograd raises an error for a loss without a gradient
     total = losses.sum() + 0 * leaves[0].sum()
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # The tolerance grows with beta, because the KL's gradient has large rounding errors in float32.
+    # the KL gradient has large rounding errors in float32, so the tolerance grows with beta
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # At padding, gradients of 0 are accepted: a trainer may compute no log-probabilities for padding.
+            # gradients of 0 at padding: a trainer may skip its log-probabilities
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -231,7 +230,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities (n, S) under the policy, the old policy and the reference model."""
+    """Return policy, old policy and reference log-probabilities, each (n, S)."""
     logps = change("logps", logps)
     old = change.d.get("old_per_token_logps", logps.detach())
     names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
@@ -240,13 +239,13 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and the tokens by which the loss of one micro-batch is divided."""
+    """Count rows and tokens for the loss denominator."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # The recorded token count holds for the recorded mask, and not for a mask with a simulated bug.
+    # the recorded token count belongs to the recorded mask, not to one with a simulated bug
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -256,7 +255,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> Any:
-    """Return the options of the loss, which a simulated bug may change, for example to beta = 0."""
+    """Return the loss options, possibly changed by a simulated bug, for example to beta = 0."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -266,19 +265,19 @@ def loss_options(change: Change) -> Any:
 
 
 class PolicyPieces:
-    """Tensors (n, S) from which the GRPO loss is computed, such as importance ratios."""
+    """Tensors (n, S) in the GRPO loss, such as importance ratios."""
 
     def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
         d = change.d
         self.change = change
         self.options = loss_options(change)
-        self.mask = mask_in(change, "the ratio")  # tokens that enter the importance ratios
+        self.mask = mask_in(change, "the ratio")  # tokens in importance ratios
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
         self.entropies = entropies
         counted = mask_in(change, "the sum")
-        # top_entropy_quantile=0.2 keeps the 20 % of a micro-batch's tokens with the highest entropies.
+        # top_entropy_quantile=0.2: the 20 % of tokens in a micro-batch with the highest entropies
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
@@ -337,8 +336,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # Rounding errors of a KL with torch.expm1 are accepted: about 1e-7 times the log-ratio in float32. A KL with
-    # torch.exp has larger errors, and is reported as a mistake.
+    # Accept rounding errors of a KL with torch.expm1, about 1e-7 times the log-ratio in float32. With torch.exp, errors
+    # are larger: a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
@@ -353,7 +352,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     return torch.stack([-means, means.detach()])
 
 
-# {term of GRPO's loss: (function, option with the term's weight)}
+# {term in the GRPO loss: (function, option with its weight)}
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
@@ -363,14 +362,14 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Return a tensor (2, M): the mean token loss, and the mean absolute token loss, of each of M micro-batches."""
+    """Return (2, M): mean token loss and mean absolute token loss per micro-batch."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding` belongs to terms that are differences of larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding` is for terms that are differences between larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)
@@ -385,10 +384,10 @@ def preferences(logps: Tensor, _, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return a tensor (2,): the DPO loss of one micro-batch, and the size of the loss, by which errors are divided."""
+    """Return (2,): DPO loss of a micro-batch, and its size, the divisor for errors."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
-    index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
+    index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row
     index = torch.stack([index[:, 0], change("rejected", index[:, 1])], 1)
     mask = change("mask", d["completion_mask"].double())
     options = loss_options(change)
@@ -404,7 +403,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         mask[index],
         **vars(options),
         ref_logps=policy_logps - log_ratio,
-        # For the DPO loss "sft", TRL averages over the tokens of the chosen answers.
+        # DPO loss "sft": TRL averages over tokens of chosen answers
         normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )

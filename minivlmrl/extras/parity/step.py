@@ -1,7 +1,7 @@
-"""Read and write a recorded optimizer step: the files step.json and step.safetensors.
+"""Read and write a recorded optimizer step: step.json and step.safetensors.
 
-A step has n rows (completions), each with S tokens, in M micro-batches. The rows of a step come from a rollout of N
-completions with K rewards each.
+A step has n rows (completions) with S tokens, in M micro-batches. The rows come from a rollout with N completions and
+K rewards per completion.
 """
 
 import math
@@ -26,18 +26,18 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# exceptions that a recorded tensor or field of a wrong type or shape may cause
+# possible errors from a recorded tensor or field with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
+OTHER_STEP = "../{}/"  # step that sampled a row: a folder beside this one
 
 
 class SearchEndedError(Exception):
-    """A search has reached its time limit, or has used all its trials."""
+    """Search reached its time limit, or used all its trials."""
 
 
 @dataclass
 class Trials:
-    """A search's remaining trials. Unlike a time limit, a limit on trials has the same effect on every machine."""
+    """Remaining trials of a search; unlike a time limit, equal on all machines."""
 
     left: float = math.inf
 
@@ -48,34 +48,29 @@ class Trials:
 
 
 class Dump(dict):
-    """A recorded optimizer step: {name: tensor}, with all floats as float64; `about` is the content of step.json."""
+    """Recorded optimizer step: {name: tensor}, floats as float64; `about` is step.json."""
 
-    tolerance = 1e-5  # largest relative error with which a bug explains the numbers
-    case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
-    read: set[str] | None = (
-        None  # in a test case of a loss, the names of the tensors and options that the loss has read
-    )
-    simpler: Callable = (
-        list  # in a test case of a loss, a function that returns its simpler variants; list() returns none
-    )
-    deadline = math.inf  # time.thread_time() at which a search ends
-    part: Tensor | None = None  # rows whose log-probabilities are recomputed; None means all rows
+    tolerance = 1e-5  # maximum relative error that a bug may leave
+    case_tolerance = 0.0  # loss test case: maximum error in value and gradient
+    read: set[str] | None = None  # loss test case: names of tensors and options that the loss has read
+    simpler: Callable = list  # loss test case: function that returns simpler variants, list() = none
+    deadline = math.inf  # search limit, in time.thread_time()
+    part: Tensor | None = None  # rows with recomputed log-probabilities, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
         self.trials = Trials()
-        # Bugs that explain wrong log-probabilities, entropies and token ids: {} if all numbers are right, and None if
-        # no known bug explains the wrong numbers.
+        # bugs behind wrong log-probabilities, entropies and token ids; {} = all right, None = unknown
         self.forward: dict | None = {}
         self.entropy_forward: dict | None = {}
         self.ids: dict | None = {}
-        self.cache = {}  # results from the model's forwards and backwards
-        self.usual_answers = {}  # results of the stages without a bug
+        self.cache = {}  # results of model forward and backward passes
+        self.usual_answers = {}  # stage results without a bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
-        self.eps = {}  # machine epsilon for the dtype in which each float tensor was recorded
+        self.eps = {}  # machine epsilon per recorded float tensor
         self["micro_batch"] = self.all_rows * 0
         self["attention_mask"] = ones
         self["tool_mask"] = ones
@@ -86,14 +81,14 @@ class Dump(dict):
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
-            if is_by_token:  # a tensor for only the last T tokens is padded with zeros on the left
+            if is_by_token:  # values for only the last T tokens: pad with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # mask (n, S) of all columns after the prompt, including padding
+        # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
-        # Columns beyond max_completion_length are padding, even if the padding token is a stop token.
+        # columns beyond max_completion_length are padding, even if the padding token is a stop token
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)
@@ -101,7 +96,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # units.py lists the parts of a step that may have a bug, and the wrong orders of rows and tokens.
+    # parts that may have a bug, and wrong orders of rows and tokens
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -112,7 +107,7 @@ class Dump(dict):
 
     @cached_property
     def micro_batches(self) -> list[Tensor]:
-        """Row indices for each micro-batch."""
+        """Row indices per micro-batch."""
         numbers = self["micro_batch"]
         return [self.all_rows[numbers == number] for number in numbers.unique()]
 
@@ -130,22 +125,22 @@ class Dump(dict):
             raise SearchEndedError
 
     def is_stop(self, ids: Tensor) -> Tensor:
-        """Return a bool mask of the stop tokens, such as <|im_end|>, among the token ids."""
+        """Return a bool mask for stop tokens, such as <|im_end|>."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def has(self, *names: str) -> bool:
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether a loss has read this tensor or option; a recorded step's trainer may have read all of them."""
+        """Return whether a loss has read this tensor or option; the trainer of a recorded step may have read all."""
         return self.read is None or name in self.read
 
     def has_advantage(self) -> Tensor:
-        """Return a mask (n,) of the completions that have an advantage other than 0."""
+        """Return a mask (n,) for completions with an advantage other than 0."""
         return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the token ids of n completions, a mask of sampled tokens, and a mask of tool responses, all (n, S)."""
+        """Return completion token ids, and masks for sampled tokens and tool responses, all (n, S)."""
         sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
@@ -154,10 +149,10 @@ class Dump(dict):
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the sampler's token ids, with the changes that a bug of the trainer would make.
+        """Return the sampled token ids as a trainer with a bug changes them.
 
-        Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
-        for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.
+        Returns (2, n, S + L) token ids and flags: 1 for sampled tokens, 0 for tool responses, -1 for padding. None
+        without sampler ids, or if the ids differ for an unknown reason.
         """
         if change is None or "sampler_ids" not in self:
             return None
@@ -182,7 +177,7 @@ class Dump(dict):
 
     def again(self, ids: list[int]) -> list[int]:
         """Decode token ids to text, and encode the text again."""
-        # imported late, because only a model's folder needs the package tokenizers
+        # late: only model folders need the package tokenizers
         from minivlmrl.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
@@ -190,7 +185,7 @@ class Dump(dict):
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return {parameter name: tensor} for one kind of tensors, for example "grad" for the gradients."""
+        """Return {parameter: tensor} for one kind of tensors, for example "grad" for gradients."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
@@ -247,7 +242,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the tensors of all micro-batches along their rows, and pad 2-D tensors on the left."""
+    """Concatenate micro-batches along rows, and pad 2-D tensors on the left."""
     tensors = {}
     for name in parts[0]:
         values = [part[name] for part in parts]

@@ -1,6 +1,6 @@
-"""The file format of a recorded optimizer step: tensor names, and types and bounds of the fields in step.json.
+"""File format of a recorded optimizer step: tensor names, and types and bounds of step.json fields.
 
-docs/library.md explains all tensors and fields of a recorded step, and says which are required.
+docs/library.md explains all tensors and fields, and says which are required.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from minivlmrl.losses.grpo import TERMS, check_bounds
 from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
-NEEDED = names("input_ids completion_mask per_token_logps")  # tensors that every step needs
-# Tensors with one value per token, (n, S) for n rows of S tokens; a tensor (n, T) has values for the last T tokens.
+NEEDED = names("input_ids completion_mask per_token_logps")  # required in all steps
+# (n, S) values per token for n rows with S tokens; (n, T) is for the last T tokens
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps entropies "
     "log_sum_sq_probs logps_gradient entropies_gradient"
@@ -23,21 +23,21 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# tensors with one row per completion of a rollout; several steps may train on one rollout
+# a row per completion in the rollout; several steps may train on one rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
-MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# fields of step.json that are copies of options in TRL's GRPOConfig
+MODELS = names("model old_model ref_model")  # fields with weight folders
+# copies of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
 )
-# Options of TRL that filter the sampled tokens, each with the values that switch the filter off
+# TRL options that filter sampled tokens: {option: values that switch it off}
 FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 
 @dataclass
 class PolicyOptions:
-    """All options of the GRPO loss and its variants, with the names of TRL's options."""
+    """Options of GRPO losses, with TRL's names."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -112,7 +112,7 @@ class ScheduleFields:
 
 @dataclass
 class StepFields:
-    """All fields that `parity` reads from step.json; each field may be missing."""
+    """Fields that `parity` reads from step.json; all are optional."""
 
     loss: dict = field(default_factory=dict)
     num_generations: Count | None = None
@@ -145,9 +145,9 @@ class StepFields:
 
 
 def check_fields(about: dict):
-    """Check the types and bounds of all fields in step.json, and the names of the loss options.
+    """Check types and bounds of step.json fields, and loss option names.
 
-    Unknown fields of step.json are ignored, so that a trainer may add its own.
+    Unknown fields are ignored, so a trainer may add its own.
 
     Raises ValueError with the field, its value and the expected value.
     """
@@ -163,11 +163,11 @@ def check_fields(about: dict):
 
 
 def options_of(kind: str, values: dict) -> dict:
-    """Select the loss options of a kind of step (grpo, dpo or sft) from a dictionary."""
+    """Select the loss options for a step kind (grpo, dpo or sft)."""
     return {name: values[name] for name in OPTIONS[kind].__dataclass_fields__ if name in values}
 
 
 def term_arguments(options: PolicyOptions) -> dict:
-    """Return the loss options that the function for GRPO's loss_type accepts as keyword arguments."""
+    """Return the loss options that are keyword arguments of GRPO's loss_type."""
     names = TERMS[options.loss_type].__kwdefaults__ or {}
     return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

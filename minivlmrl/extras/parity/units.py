@@ -1,6 +1,6 @@
-"""List the mistakes that a trainer may make with rows or tokens, and the parts of a step that a bug may affect.
+"""List mistakes with rows or tokens, and parts of a step that a bug may affect.
 
-For example, each completion may have the advantage of the next completion in its group, or the advantages may be wrong
+For example, completions may have the advantage of the next completion in their group, or the advantages may be wrong
 only for truncated completions.
 """
 
@@ -19,18 +19,18 @@ WITHIN = {
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# The index -1 gives the value 0. In a row of three tokens, "the next token" has the indices 1, 2 and -1.
+# index -1 gives 0; in a row of three tokens, "the next token" has the indices 1, 2 and -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong orders of rows in groups of equal size; each function gets the row indices (groups, rows per group)
+# wrong row orders in groups of equal size: (groups, rows per group) indices in and out
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
-# names of parameters to which transformers.Trainer applies no weight decay
+# parameters without weight decay in transformers.Trainer
 NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 PARTS = {
     "the vision tower": r"(^|\.)visual\.",
@@ -48,7 +48,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary that lists each distinct tensor once; d[name] also finds the other names of a tensor."""
+    """Dictionary that lists distinct tensors once; d[name] also finds other names."""
 
     def __init__(self):
         self.equal = {}
@@ -58,7 +58,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Leave out tensors that equal `same` or an earlier tensor, so that bugs with equal effects are listed once."""
+    """Leave out tensors that equal `same` or an earlier one: bugs with equal effects are listed once."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -75,13 +75,13 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """List wrong orders of rows, for example one that gives each row the values of the next row in its group."""
+    """List wrong row orders, for example values from the next row in the group."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
     sorted_rows, place = row.sort()
-    if torch.equal(sorted_rows, all_rows):  # the step contains the whole rollout
+    if torch.equal(sorted_rows, all_rows):  # step contains the whole rollout
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [place[group == number] for number in group.unique()]
         units["the rollout"] = [place]
@@ -91,13 +91,13 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
         orders |= ordered(WITHIN, "row", unit, blocks, all_rows)
-        if len(set(map(len, blocks))) == 1:  # all blocks have the same size
+        if len(set(map(len, blocks))) == 1:  # blocks of equal size
             orders |= ordered(BLOCKS, "row", unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """List wrong orders of tokens, for example one that gives each token the value of the next token in its row."""
+    """List wrong token orders, for example values from the next token in the row."""
     numbers = torch.arange(d["input_ids"].numel()).view_as(d["input_ids"])
     return different(ordered(WITHIN | TOKENS, "token", "its row", [*numbers], numbers), numbers)
 
@@ -114,12 +114,12 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def place_within(label: Tensor, row: Tensor) -> Tensor:
-    """Return the position of each row among the rows with the same label."""
+    """Return row positions among rows with the same label."""
     return ((label == label[:, None]) & (row < row[:, None])).sum(1)
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Return a mask for each named subset of a step's rows, such as "truncated completions"."""
+    """Return a mask per named row subset, such as "truncated completions"."""
     sets = {}
     if "ended" in d:
         sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
@@ -136,13 +136,13 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Number each token's turn; a trainer may wrongly average over each turn."""
+    """Number the turn of each token; a trainer may wrongly average per turn."""
     turn = first(d.turns()[1]).cumsum(1)
     return {"its turn": d.all_rows[:, None] * d.width + turn} if turn.max() > 1 else {}
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """For each part of a model, such as "the vision tower", return a function that tests a parameter's name."""
+    """Return {model part, such as "the vision tower": test for parameter names}."""
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(PARTS)
     for name in names:
@@ -154,8 +154,8 @@ def parts_of_model(d) -> dict[str, Callable]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return a mask for each named kind of tokens, such as "the image tokens"."""
-    prompt = torch.zeros_like(drawn)  # the sampler's ids do not include the prompt
+    """Return a mask per named kind of token, such as "the image tokens"."""
+    prompt = torch.zeros_like(drawn)  # sampler ids have no prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
     image = ids == (d.about.get("image_token_id") or -1)
@@ -164,14 +164,14 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         regions |= regions_of_turns(d.is_stop(ids), image, drawn, forced)
     elif "sampler_ids" in d:
         regions["the sampled tokens"] = drawn
-    if not forced.any() and ids.shape == d["input_ids"].shape:  # the sampler's ids have another shape
+    if not forced.any() and ids.shape == d["input_ids"].shape:  # sampler ids have another shape
         counted = drawn & d["completion_mask"].bool()
         regions |= {"the first tokens": first(drawn), "the last counted tokens": last(counted)}
     return different(regions, torch.tensor(False))
 
 
 def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return a mask for each named part of completions with tool calls, such as "the first turn"."""
+    """Return a mask per named part of completions with tool calls, such as "the first turn"."""
     regions = {
         "the sampled tokens": drawn,
         "tool responses": forced,
