@@ -1,10 +1,10 @@
-"""AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
+"""AdamW with 8-bit instead of 32-bit moments (arXiv 2110.02861).
 
-Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as 256 bytes and one
-float32 scale, which is the block's largest absolute value. The byte of a value selects one of 256 fixed numbers between
--1 and 1, which are denser near 0. FSDP gives each rank whole rows, so each block belongs to one rank.
+Rows of a moment are split into blocks of 256 values. A block is stored as 256 bytes and one float32 scale, its largest
+absolute value; a byte selects one of 256 fixed numbers between -1 and 1, denser near 0. FSDP gives each rank whole
+rows, so a block belongs to one rank.
 
-A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`.
+Option: `optimizer: {name: adamw_8bit}`.
 """
 
 import math
@@ -17,16 +17,16 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # moments of vectors, and of tensors with fewer values, stay in float32
-PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether an AdamW moment can have negative values
+SMALLEST = 4096  # values; smaller tensors, and vectors, keep float32 moments
+PIECE = 2**24  # maximum values to dequantize at a time
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether a moment can be negative
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores the rounding error of each 16-bit weight in 16 additional bits, so that small updates
-    accumulate instead of being lost.
+    Kahan summation keeps a weight's rounding error in 16 additional bits, so small updates accumulate instead of being
+    lost.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -42,7 +42,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its optimizer state in place, one chunk of rows at a time."""
+        """Update a parameter and its state in place, one chunk of rows at a time."""
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -76,17 +76,17 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment of AdamW: a dequantized copy of its 8-bit values, or the stored float32 moment itself."""
+        """Return a moment: dequantized if 8-bit, the tensor itself if float32."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # _update_rows has updated the float32 moment in place
+        if f"{name}_scale" not in state:  # float32, updated in place by _update_rows
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # AdamW divides by the square root of the second moment, so small values must not be rounded to 0
+        # AdamW divides by its square root: small values must not round to 0
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)
@@ -94,7 +94,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create the optimizer state of a parameter, sharded like the parameter, before the first step."""
+    """Create the state before the first step, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -104,7 +104,7 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            # one scale for each block of 256 values
+            # one scale per block of 256 values
             block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state

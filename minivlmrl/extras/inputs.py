@@ -1,4 +1,4 @@
-"""Check in the first step of a training stage that the loss depends on every image and every text of the rows."""
+"""Check in the first step of a stage that the loss depends on every image and text in the rows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest relative difference, due to rounding, between cached and newly computed image embeddings
+# maximum relative rounding difference between cached and new image embeddings
 CACHE_TOLERANCE = 0.05
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
@@ -31,7 +31,7 @@ ADVICE = (
 
 
 class InputCheck(Watcher):
-    """Warns if the loss of a stage's first optimizer step does not depend on some image or text of its rows."""
+    """Warns if the loss in a stage's first step ignores an image or text."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -50,12 +50,11 @@ class InputCheck(Watcher):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning for each problem of a step's inputs, such as an image that has no effect on the loss.
+    """Return a warning per input problem, such as an image without effect on the loss.
 
-    The texts of the tokens and the image patches are compared with the data file. Without FSDP, the gradients of the
-    loss are also checked.
+    Tokens and image patches are compared with the data file; without FSDP, gradients are checked too.
     """
-    found: dict[str, list[str]] = {}  # {problem: its rows}
+    found: dict[str, list[str]] = {}  # {problem: rows}
     for batch in step.micro_batches:
         problems = list(compare_with_rows(trainer, batch.group))
         if not trainer.config.uses_fsdp:
@@ -72,12 +71,12 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 @dataclass
 class Part:
-    """A prompt or a completion in a packed sequence."""
+    """Prompt or completion in a packed sequence."""
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # positions, without the last token of a completion
-    images: list[tuple[int, range]]  # first position and patches of each image
+    span: slice  # positions, without a completion's last token
+    images: list[tuple[int, range]]  # (first position, patches) per image
 
 
 def parts_of(group: GroupBatch) -> Iterator[Part]:
@@ -92,18 +91,18 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text and each image that has no effect on the loss."""
+    """Yield (prompt, problem) for texts and images without effect on the loss."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # If all sampled completions of a prompt have the advantage 0, the gradient of the prompt must be 0.
+        # all completions have advantage 0: no gradient for the prompt
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # An image only affects later tokens. If no later token has a loss, the image's gradient must be 0.
+            # an image only affects later tokens: no loss there, no gradient
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -119,7 +118,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the absolute gradients of the loss, summed over features, for the image patches and input embeddings."""
+    """Return absolute gradients of the loss, summed over features, for image patches and input embeddings."""
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
 
@@ -129,7 +128,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # A new value head has zero weights, which block the gradient, so the mean of the head's input is added.
+        # a new value head has zero weights, which block the gradient: add its mean input
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -139,7 +138,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
-            elif type(module).__name__ == "ValueHead":  # by name, because most runs do not load model/value_head.py
+            elif type(module).__name__ == "ValueHead":  # by name: most runs do not load model/value_head.py
                 stack.callback(module.register_forward_hook(add_states).remove)
         loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
@@ -154,22 +153,22 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) if a micro-batch does not have the tokens and patches of its rows in the data file."""
-    answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
+    """Yield (prompt, problem) where tokens or patches in a micro-batch differ from the data file."""
+    answers: dict[int, list[list[int]]] = {}  # {id of a prompt: token ids of its answers}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # an environment has written the prompt
+            continue  # prompt from an environment
         if not part.is_prompt:
-            # A micro-batch may leave out the last token of an answer, because the last token predicts nothing.
+            # a micro-batch may lack an answer's last token, which predicts nothing
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # If the chat template drops the thoughts of earlier turns, an answer has a separate prompt for each turn.
+        # a chat template may drop earlier thoughts: then turns have separate prompts
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -186,7 +185,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if a text of the row is missing from the prompt's tokens, or is tokenized differently."""
+    """Yield a problem if a text is missing from the prompt tokens, or tokenized differently."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

@@ -1,4 +1,4 @@
-"""The KTO loss, for your own training stage; you can copy this file, because it imports only torch."""
+"""KTO loss for your own training stage; to copy: it imports only torch."""
 
 from typing import Literal, get_args
 
@@ -24,27 +24,25 @@ def kto_loss(
     kl: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the KTO loss for answers that are labeled good or bad.
+    """Compute the KTO loss for answers labeled good or bad.
 
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    In the formulas, u is an answer's log-ratio, log pi - log pi_ref, and s is the sigmoid.
-
-    Example: if policy and reference model are equal and kl is 0, every answer has the KTO loss 0.5.
+    with the log-ratio u = log pi - log pi_ref and the sigmoid s. Example: if policy and reference are equal and kl is
+    0, all losses are 0.5.
 
     Args:
-        per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
+        per_token_logps: (B, T), policy log-probabilities in nats, with gradient.
         mask: (B, T), 1 for answer tokens.
         labels: (B,) bool, True for good answers.
         loss_type: "kto" or "apo_zero_unpaired", see above.
         beta: log-ratio factor, > 0.
         desirable_weight, undesirable_weight: weights for good and bad answers.
-        ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
+        ref_per_token_logps: (B, T), reference log-probabilities, without gradient.
         kl: scalar without gradient (see kto_kl); required for loss_type kto.
     Returns:
-        The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad answers, NaN if the batch
-        has none) and kl.
+        loss; metrics kl, rewards/chosen and rewards/rejected (means over good and bad answers, NaN if there are none)
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss in TRL 1.16.
     """
     check_known("loss_type", loss_type, KTO_LOSS_TYPES)
@@ -58,7 +56,7 @@ def kto_loss(
     z = beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(desirable_weight)
     undesirable = u.new_tensor(undesirable_weight)
-    # sigmoid(-z) is 1 - sigmoid(z), which float32 would round to 0 for z = 20
+    # sigmoid(-z), not 1 - sigmoid(z): float32 rounds that to 0 at z = 20
     per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
     rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
@@ -72,8 +70,8 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
     """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
 
     Args:
-        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers to *other* prompts,
-            as in KTO's z_0. TRL uses the preceding row's answer.
+        per_token_logps, ref_per_token_logps, mask: (B, T), prompts paired with answers to *other* prompts, as in KTO's
+            z_0. TRL takes the preceding row's answer.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)

@@ -1,4 +1,4 @@
-"""Merge a LoRA adapter into its base model, and save the result as a Hugging Face model folder."""
+"""Merge a LoRA adapter into its base model, and save a Hugging Face model folder."""
 
 import argparse
 import filecmp
@@ -13,7 +13,7 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Run the `merge` command. The merged weights have the base model's dtype."""
+    """Run `merge`; merged weights have the base model's dtype."""
     parser = argparse.ArgumentParser(prog="minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")
@@ -24,7 +24,7 @@ def main(arguments: list[str]):
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
-    merged_file = folder / "adapter" / WEIGHTS  # copy that a run saves beside the merged weights
+    merged_file = folder / "adapter" / WEIGHTS  # saved by a run beside merged weights
     if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
         raise ValueError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
     with unchanged(folder, adapter):

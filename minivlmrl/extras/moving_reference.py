@@ -1,11 +1,10 @@
-"""A reference model that follows the policy (TR-DPO, arXiv 2404.09656), with TRL's option names.
+"""Reference model that follows the policy (TR-DPO, arXiv 2404.09656), with TRL's option names.
 
-Every ref_model_sync_steps optimizer steps of a stage, each weight of the reference becomes
+Every ref_model_sync_steps optimizer steps, reference weights become
 
     alpha * policy + (1 - alpha) * reference
 
-where alpha is ref_model_mixup_alpha. With alpha 1, the policy replaces the reference, as in the outer loop of
-DeepSeekMath.
+with alpha = ref_model_mixup_alpha. At alpha 1 the policy replaces the reference: the outer loop of DeepSeekMath.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from minivlmrl.trainers.reference import Reference, SwappedParameters
 
 
 class MovingReference(Callback):
-    """Callback that moves the reference model towards the policy."""
+    """Move the reference model towards the policy."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.config = config.reference
@@ -47,14 +46,14 @@ class MovingReference(Callback):
 
 
 def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of the reference and those of the policy, in the same order."""
+    """Return reference and policy weights, in the same order."""
     model = reference.model
     policy = model.originals() if isinstance(model, SwappedParameters) else reference.policy.parameters()
     return [*model.parameters()], [*policy]
 
 
 def weight_pairs(reference: Reference) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each weight of the reference that is a copy, with the policy's weight of the same name."""
+    """Yield (reference weight, policy weight) for weights that are copies."""
     for theirs, ours in zip(*parameters_of(reference), strict=True):
-        if theirs is not ours:  # a frozen weight is shared
+        if theirs is not ours:  # frozen weights are shared
             yield theirs, ours

@@ -1,4 +1,4 @@
-"""Answers to names that are not options: what docs/coming_from.md and docs/changelog.md say about such names."""
+"""Answer names that are not options, from docs/coming_from.md and docs/changelog.md."""
 
 import re
 from collections import defaultdict
@@ -18,14 +18,14 @@ class Answer(NamedTuple):
     """What a table says about a name."""
 
     name: str
-    title: str  # title of the name's column, such as "TRL" or "removed"
+    title: str  # column title, such as "TRL" or "removed"
     here: str  # options, or "none"
     note: str
 
 
 @cache
 def read_tables() -> dict[str, list[Answer]]:
-    """Read the tables of both pages: {name: its rows}."""
+    """Read the tables from both pages: {name: rows}."""
     pages = [folder / page for folder in (PACKAGE, PACKAGE.parent) for page in PAGES]  # in a wheel, in a clone
     text = "".join(page.read_text(encoding="utf-8") for page in pages if page.is_file())
     found, title = defaultdict(list), ""
@@ -43,17 +43,17 @@ def read_tables() -> dict[str, list[Answer]]:
 
 
 def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
-    """Return what to write in place of an unknown name, or "" if nothing is known about it.
+    """Return what to write instead of an unknown name, "" if nothing is known.
 
     Args:
-        section: path of the section that contains the name, with a dot at the end, or "".
-        key: the unknown name.
-        dashes: "--" on the command line, otherwise "".
+        section: path of its section with a final dot, or "".
+        key: unknown name.
+        dashes: "--" on the command line, else "".
         options: paths of all options.
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])
-    if not named and not section:  # the last part of a removed option
+    if not named and not section:  # last part of a removed option
         named = [row for full in tables if full.endswith(f".{name}") for row in tables[full] if row.title == "removed"]
     for row in named:
         if row.title == "removed":
@@ -63,7 +63,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     groups = [[option] for option in same if not is_other]
     groups += [[option for option in CODE.findall(row.here) if option in options] for row in named]
     stages = [option.partition(".")[0] for option in options if option.endswith(".max_steps")]
-    for group in [*groups]:  # grpo.learning_rate stands for the options of all stages
+    for group in [*groups]:  # grpo.learning_rate stands for all stages
         of_stages = [f"{stage}.{option.rpartition('.')[2]}" for option in group for stage in stages]
         if {*group} < {*of_stages} <= {*options}:
             groups += [[option] for option in of_stages]

@@ -1,8 +1,8 @@
-"""The reference log-probabilities of DPO, computed once before the first step, so no second model is kept.
+"""DPO reference log-probabilities, computed once before the first step: no second model in memory.
 
-With `dpo.precompute_ref_log_probs`, the policy itself computes them when the stage begins, because it still equals the
-reference. They are written to reference_logps.safetensors in output_dir, where a resumed run finds them. A row can also
-provide its own sums, in TRL's columns ref_chosen_logps and ref_rejected_logps.
+With `dpo.precompute_ref_log_probs`, the policy computes them when the stage begins, while it still equals the
+reference. A resumed run finds them in reference_logps.safetensors in output_dir. Rows can also provide sums, in TRL's
+columns ref_chosen_logps and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -35,25 +35,25 @@ COLUMNS = "ref_chosen_logps", "ref_rejected_logps"
 
 
 class StoredReference:
-    """Reference for a DPO stage that looks up log-probabilities instead of computing them.
+    """DPO reference that looks up log-probabilities.
 
     Args:
-        stored: {key_of(prompt, ids of both answers): log-probabilities of both answers' tokens, one after the other}.
+        stored: {key_of(prompt, ids of both answers): token log-probabilities, chosen then rejected}.
     """
 
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # has no weights, because a checkpoint would save them
+        self.model = nn.Module()  # without weights, which a checkpoint would save
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Return the reference's log-probability of each token, in nats: (answers, tokens)."""
+        """Return reference log-probabilities in nats: (answers, tokens)."""
         found = torch.zeros_like(group.completion_mask, dtype=self.dtype)  # (answers, tokens)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             chosen, rejected = found[2 * number], found[2 * number + 1]
             sums = sums_of(prompt)
             if sums is not None:
-                # DPO adds up the tokens of an answer, so the whole sum may be stored at the first token.
+                # DPO adds up an answer's tokens, so its first token can hold the sum
                 chosen[0], rejected[0] = sums
                 continue
             values = self.stored.get(key_of(prompt, ids))
@@ -71,7 +71,7 @@ class StoredReference:
 
 
 class ReferenceLogps(Callback):
-    """Callback that computes the reference log-probabilities of a DPO stage before its first step."""
+    """Compute reference log-probabilities before a DPO stage's first step."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
@@ -111,7 +111,7 @@ class ReferenceLogps(Callback):
 
 @torch.no_grad()
 def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
-    """Compute the log-probabilities of the answers of all rows with the policy, on all ranks together."""
+    """Compute log-probabilities for all rows with the policy, on all ranks together."""
     local = {}
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.options.micro_batch_size):
@@ -137,7 +137,7 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
 
 
 def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
-    """Return each prompt of a batch with the token ids of its chosen and its rejected answer."""
+    """Return prompts in a batch, with token ids of chosen and rejected answer."""
     answers = group.completion_ids.cpu().split(group.layout.row_lengths)
     if len(answers) != 2 * len(group.prompts):
         raise ValueError(
@@ -148,10 +148,10 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return the sums of log-probabilities, in nats, that a row provides for its chosen and rejected answer.
+    """Return a row's own log-probability sums in nats, for chosen and rejected answer.
 
     Raises:
-        ValueError: only one of the two columns has a value, or a value is not a log-probability.
+        ValueError: only one column has a value, or a value is no log-probability.
     """
     if prompt.row is None:
         return None
@@ -165,6 +165,6 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
-    """Compute a hash of everything that the log-probabilities of a pair depend on, except the model."""
+    """Hash everything that a pair's log-probabilities depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
     return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)

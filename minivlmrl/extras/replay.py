@@ -1,8 +1,8 @@
-"""Repeat a step of a run: `minivlmrl replay RUN --step 73 --prompt 4`.
+"""Repeat a training step: `minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is a run's folder, or a recipe. `replay` trains again up to the given step, from the last checkpoint before the step
-or from the start of the run. Nothing is written to RUN. On the same machine, the replayed completions and metrics are
-identical to those in completions.jsonl and metrics.jsonl.
+RUN is a run's folder, or a recipe. `replay` trains up to the given step again, from the last checkpoint before it or
+from the start. Nothing is written to RUN. On the same machine, completions and metrics are identical to those in
+completions.jsonl and metrics.jsonl.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a training step, and print a prompt with its completions; return 1 if the run's logs differ, else 0."""
+    """Replay a step, and print a prompt with its completions; return 1 if the logs differ, else 0."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # gather the completions of all ranks, which the run may have logged
+    # from all ranks, as in the log
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -86,7 +86,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Exception that ends the training before the replayed step; its args are (trainer, optimizer, step, rows)."""
+    """Ends the training before the replayed step; args are (trainer, optimizer, step, rows)."""
 
 
 class StopBefore(Callback):
@@ -102,7 +102,7 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Load the last checkpoint before a step, and train up to the step; return trainer, optimizer, step and rows."""
+    """Load the last checkpoint before a step, and train up to it; return trainer, optimizer, step and rows."""
     if stage not in config.stage_names:
         raise ValueError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "
@@ -115,7 +115,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        # A checkpoint without the file COMPLETE is damaged, or is being removed by a run that is still training.
+        # no COMPLETE: damaged, or being removed by a run in progress
         if not (path / COMPLETE).is_file():
             continue
         state = read_trainer_state(path)
@@ -147,7 +147,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt and, for each of its completions, the summed log-probabilities in nats, the answer and rewards."""
+    """Print a prompt, and per completion the log-probability sums in nats, answer and rewards."""
     if not 0 <= index < len(rows):
         raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]
@@ -157,7 +157,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         temperature = trainer.config.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
-        explanations = []  # lines about each completion's answer and rewards
+        explanations = []  # lines about answers and rewards
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
@@ -183,7 +183,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 
 
 def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return the log-probabilities (T,) of each completion's T tokens under the policy's weights before the step."""
+    """Return policy log-probabilities (T,) per completion, before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
@@ -195,7 +195,7 @@ def logps_now(trainer: Trainer, row: Row, completions: list[Completion], tempera
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # None for an answer from the dataset, which was not sampled
+    if completion.logps is not None:  # None for an answer from the dataset
         sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
@@ -203,10 +203,10 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
-    """Compare the log lines that a run wrote about a step with the log lines of the replayed step.
+    """Compare a run's log lines for a step with the replayed ones.
 
     Returns:
-        {log file: True if all its lines about the step are identical}, without files that have no line about the step.
+        {log file: whether all its lines about the step are identical}, without files that have none
     """
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):

@@ -3,7 +3,7 @@
 minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 minivlmrl report runs/a runs/b --out ab.html  # compares two runs
 
-A report can be written while a run is still training.
+A report can be written during training.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # the folders of an absolute path
-POINTS = 500  # maximum number of points of a curve in one stage
-STEPS = 60  # number of steps whose completions are shown
-PROMPTS = 4  # number of prompts that are shown for a step
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # folders of an absolute path
+POINTS = 500  # maximum points per curve and stage
+STEPS = 60  # steps with completions
+PROMPTS = 4  # prompts per step
 
 
 Number = Annotated[float, "[-1e300, 1e300]"]
@@ -53,8 +53,6 @@ Number = Annotated[float, "[-1e300, 1e300]"]
 
 @dataclass
 class TimingLine(LogLine):
-    """Fields of a line of timings.jsonl that the page shows."""
-
     step_time: Number
     tokens_per_second: Number
     phases: dict[str, Number] = field(default_factory=dict)
@@ -75,8 +73,6 @@ class ShownCompletion:
 
 @dataclass
 class CompletionLine(LogLine):
-    """Fields of a line of completions.jsonl from which the page takes images."""
-
     completions: list[ShownCompletion]
     images: list[str]
 
@@ -87,13 +83,13 @@ class Summary:
 
 
 class ReportPage(Callback):
-    """Callback that writes report.html every report_minutes during training, and at its end."""
+    """Write report.html every report_minutes during training, and at the end."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
         self.seconds = 60 * config.report_minutes
-        self.next_time = 0.0  # next update time in seconds, by time.monotonic
+        self.next_time = 0.0  # next update, by time.monotonic
         self.refresh()
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -110,11 +106,11 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             self.write(self.seconds)
-            # updates of report.html take at most 1 % of the run's time
+            # updates take at most 1 % of the run's time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
-        """Write the page; a page that cannot be written, for example on a full disk, does not end the run."""
+        """Write the page; a failure, for example on a full disk, does not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:
@@ -125,7 +121,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about one or several runs.
 
     Args:
-        seconds: time after which a browser reloads the page; 0 means never.
+        seconds: reload interval for browsers, 0 = never.
     """
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
@@ -138,9 +134,9 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
-    draft.unlink(missing_ok=True)  # it may be a link
+    draft.unlink(missing_ok=True)  # may be a link
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
-    draft.replace(out)  # atomically, because a browser may be loading the page
+    draft.replace(out)  # atomic: a browser may be loading the page
 
 
 def collect_run(folder: Path) -> dict:
@@ -156,7 +152,7 @@ def collect_run(folder: Path) -> dict:
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1  # files count steps from 0, the page and the terminal from 1
+        line["step"] += 1  # files count steps from 0, page and terminal from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
@@ -174,7 +170,7 @@ def collect_run(folder: Path) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read metrics.jsonl or evaluations.jsonl, in which all fields except the stage are numbers, or null for NaN."""
+    """Read metrics.jsonl or evaluations.jsonl: all fields except the stage are numbers, or null for NaN."""
     lines = read_lines(path, LogLine)
     for number, line in enumerate(lines, start=1):
         check_numbers(line, f"{path}:{number}")
@@ -198,9 +194,9 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Describe after which stages the first metric on the held-out rows has changed by more than noise.
+    """Say after which stages the first held-out metric has changed by more than noise.
 
-    If the accuracy of guessing is known, also say if the model is no better than guessing.
+    If chance accuracy is known, also say whether the model is no better.
     """
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
@@ -231,7 +227,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average the metrics over groups of adjacent steps, so that a curve has at most 500 points in each stage."""
+    """Average metrics over adjacent steps: at most 500 points per curve and stage."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -243,7 +239,7 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average each metric over some steps, but return the minimum of a metric such as min_length."""
+    """Average metrics over steps; for one such as min_length, take the minimum."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -258,8 +254,8 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, and count its steps from the start of the run instead of the stage."""
-    first_steps = {}  # {stage: total number of steps in all earlier stages}
+    """Read evaluations.jsonl, counting steps from the start of the run, not of the stage."""
+    first_steps = {}  # {stage: steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
@@ -290,7 +286,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # Only files in images/ are allowed, so that a manipulated completions.jsonl cannot put other files into the report.
+    # only images/: a manipulated completions.jsonl must not put other files into the report
     is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
     file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
     if not file.is_file():

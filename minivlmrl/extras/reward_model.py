@@ -1,7 +1,7 @@
-"""Train a reward model, as in step 2 of InstructGPT, and score completions with the reward model.
+"""Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The reward model starts as a copy of the policy, and learns to rank answers as human annotators do. Later stages and
-other runs can use a trained reward model as the `reward_model` reward.
+It starts as a copy of the policy, and learns to rank answers as annotators do. Later stages and other runs use it as
+the `reward_model` reward.
 """
 
 from collections.abc import Sequence
@@ -34,19 +34,19 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
-FOLDER = "reward_model"  # folder of the reward model, and name of the stage that trains it
-BATCH_SIZE = 16  # prompts in each forward pass that scores completions
+FOLDER = "reward_model"  # its folder, and the name of its stage
+BATCH_SIZE = 16  # prompts per forward pass when scoring
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    margin: Tensor  # (pairs,): desired difference between the scores of the chosen and the rejected answer
+    margin: Tensor  # (pairs,): target difference, chosen minus rejected score
 
 
 class RewardTrainer(PairTrainer):
-    """Trainer for a reward model, which learns from answer pairs; the policy is not changed.
+    """Train a reward model on answer pairs; the policy stays the same.
 
-    The optional column `margin` is the amount by which the chosen answer should score higher than the rejected one.
+    Optional column `margin`: how much higher the chosen answer should score.
     """
 
     stage = "reward_model"
@@ -80,7 +80,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute the scores of the chosen and of the rejected answers, each (B,)."""
+        """Compute scores of chosen and rejected answers, both (B,)."""
         chosen, rejected = last_token_scores(self.trained, batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -102,7 +102,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Return each conversation's last turn, which is scored, and the earlier turns as its prompt."""
+    """Return the last turn of each conversation, to score, with earlier turns as its prompt."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -111,10 +111,9 @@ def last_windows(
 
 
 class RewardModelScores:
-    """Scores completions with a reward model, loaded from reward_model.path or, by default, from the run's own folder.
+    """Scores completions with a reward model from reward_model.path, by default from the run's own folder.
 
-    The reward model reads the policy's token ids and patches, so both models must have the same tokenizer, family and
-    patch size.
+    It reads the policy's token ids and patches, so tokenizer, family and patch size must be the same.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -126,7 +125,7 @@ class RewardModelScores:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
-        """Compute one score for each completion; every rank must pass the same number of prompts."""
+        """Compute one score per completion; all ranks must pass the same number of prompts."""
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -143,10 +142,10 @@ def pack_with_last_token(
     model_config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
-    """Pack prompts and completions so that the model also computes the hidden state of the last token.
+    """Pack prompts and completions, with a hidden state for the last token.
 
-    `pack` leaves out the last token, because no token follows it. pack_with_last_token repeats the last token of a
-    completion, so that `pack` leaves out the copy. Example: completion a has 3 tokens, and completion b has 2 tokens:
+    `pack` leaves out the last token, because nothing follows it; a repeated last token is left out instead. Example:
+    completion a has 3 tokens, completion b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -161,16 +160,16 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Compute the reward model's value at each completion's last token, (R,); pack_with_last_token made the batch."""
+    """Compute values at the last tokens, (R,), for a batch from pack_with_last_token."""
     return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
 
 
 def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
-    """Load a value model, which scores the completions of a policy.
+    """Load a value model to score a policy's completions.
 
     Args:
-        same_base: True if the value model consists of adapters on the policy's base weights. Both then share these
-            weights, unless they are sharded: an FSDP unit belongs to one model.
+        same_base: whether it consists of adapters on the policy's base weights. Both then share them, unless they are
+            sharded: an FSDP unit belongs to one model.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -182,12 +181,12 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return the reward model's scores as rewards; the scores have no upper or lower bound."""
+    """Return reward-model scores as rewards; they are unbounded."""
     return reward_model_scores
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise ValueError if a stage needs a reward model that does not exist yet, or if the run samples trajectories."""
+    """Raise ValueError if a stage needs a reward model before it exists, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

@@ -1,4 +1,4 @@
-"""The tracker `tensorboard`, which writes a run's metrics for TensorBoard to tensorboard/ in the run's folder."""
+"""Tracker `tensorboard`: write metrics for TensorBoard to tensorboard/ in the run folder."""
 
 import shutil
 from collections.abc import Callable
@@ -13,14 +13,14 @@ with optional_dependency("tensorboard", "the tracker needs the package tensorboa
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the TensorBoard tracker. After a resume, TensorBoard hides the old values of repeated steps.
+    """Create the tracker. After a resume, TensorBoard hides old values of repeated steps.
 
     Args:
-        steps: optimizer steps that the run has already done.
-        closing: exit stack that closes the tracker at the run's end.
+        steps: optimizer steps before a resume.
+        closing: closes the tracker when the run ends.
 
     Returns:
-        The function log(values, steps), which every tracker must return.
+        log(values, steps), as required from trackers
     """
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:

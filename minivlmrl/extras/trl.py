@@ -1,9 +1,9 @@
-"""Use `minivlmrl.grpo_loss` or your own loss function in TRL's GRPOTrainer, as docs/library.md shows.
+"""Use `minivlmrl.grpo_loss` or your own loss function in TRL's GRPOTrainer; see docs/library.md.
 
-minivlmrl.extras.trl needs TRL 1.10 or newer, because older releases normalize some losses differently.
+Needs TRL 1.10 or newer: older releases normalize some losses differently.
 """
 
-# TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
+# TRL loads classes lazily and sets trainer attributes at run time, which pyright cannot see
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 import copy
@@ -37,8 +37,8 @@ except ImportError as error:
 if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
-LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
-# arguments of grpo_loss, and the fields of TRL's GRPOConfig with the same meaning
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # signature of grpo_loss
+# grpo_loss arguments and equivalent GRPOConfig fields
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -47,7 +47,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# Options of TRL's GRPOConfig that belong to only some loss_types: vespo_k_pos, for example, belongs to vespo.
+# GRPOConfig fields for only some loss_types, such as vespo_k_pos for vespo
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -61,17 +61,16 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with the `minivlmrl.grpo_loss` loss, or with your own loss function.
+    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function.
 
-    minivlmrl's GRPOTrainer adds the arguments `loss` and `kl_estimator`, and replaces only the `_compute_loss` method
-    of TRL's GRPOTrainer.
+    Adds the arguments `loss` and `kl_estimator`, and overrides only `_compute_loss`.
 
     Args:
-        loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
-            None means the loss_type in `args`.
-        kl_estimator: KL estimator; see kl_term. `args` has all other loss options.
+        loss: loss_type for `grpo_loss`, such as "grpo", or a function with its arguments and results; None = loss_type
+            in `args`.
+        kl_estimator: see kl_term; all other loss options are in `args`.
     Raises:
-        ValueError: `args` names a different loss than `loss`, or sets an option that is not supported.
+        ValueError: `args` names a different loss than `loss`, or sets an unsupported option.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         kl_estimator: str = "k3",
         **kwargs,
     ):
-        if args is None:  # the same folder as in TRL
+        if args is None:  # same folder as in TRL
             name = model if isinstance(model, str) else model.config._name_or_path
             args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         args = copy.copy(args)
@@ -94,7 +93,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # Options with TRL's default value are not passed on, because a user's own loss may lack them.
+        # pass only changed options: your own loss may lack the others
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -104,12 +103,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
-        # parts is the number of micro-batches whose gradients are accumulated for one optimizer step.
+        # micro-batches per optimizer step
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # TRL's get_high_entropy_mask computes the entropy quantile over all processes.
+            # entropy quantile over all processes
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         returned = self.loss_function(
@@ -126,7 +125,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss, metrics = (returned, {}) if isinstance(returned, Tensor) else returned
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL divides losses without dapo's average by the number of micro-batches, but logs them undivided.
+            # except for dapo's average, TRL divides losses by the number of micro-batches, but logs them undivided
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -141,7 +140,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the log-probabilities and entropies of completions, both (B, T), and the model's auxiliary loss."""
+        """Return log-probabilities and entropies of completions, both (B, T), and the model's auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -151,14 +150,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # tensors of images for the model, such as pixel_values and image_grid_thw
+            # image tensors, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return the token count by which the loss_type dapo divides the sum of token losses.
+        """Return the token count that divides the loss for loss_type dapo.
 
-        TRL counts the tokens of all steps on all processes; the loss needs the mean count per step and process.
+        TRL counts tokens over all steps and processes; the loss needs the mean count per step and process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
@@ -168,11 +167,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return each token's weight in the policy loss (None if all are 1), and keyword arguments for the loss."""
+        """Return token weights for the policy loss (None if all 1), and keyword arguments for the loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # Without vLLM, TRL samples with the old policy itself, so the sampler's log-probabilities are old_logps.
+            # without vLLM, TRL samples with the old policy itself
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near
@@ -184,7 +183,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return ratio if weights is None else weights * ratio, self.term_options
 
     def _log_metrics(self, metrics: dict[str, Tensor]):
-        """Add the means of metrics over all processes to TRL's log."""
+        """Add means over all processes to TRL's log."""
         mode = "train" if self.model.training else "eval"
         for name, value in metrics.items():
             mean = self.accelerator.gather(value.detach()).float().nanmean()
@@ -211,7 +210,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
-    """Convert the loss options of a GRPOConfig to keyword arguments of `grpo_loss`."""
+    """Convert GRPOConfig loss options to keyword arguments for `grpo_loss`."""
     options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
     if options["epsilon_high"] is None:
         options["epsilon_high"] = args.epsilon
@@ -220,7 +219,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError if the GRPOConfig `args` sets an option that the loss function does not support."""
+    """Raise ValueError if `args` sets an option that the loss function does not support."""
     if args.use_adaptive_entropy:
         raise ValueError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "

@@ -1,6 +1,6 @@
-"""Check in TRL's trainers that the model's outputs depend on every image of the first step.
+"""Check in TRL's trainers that model outputs depend on every image in the first step.
 
-docs/library.md shows how to use `InputCheck`. The callback InputCheck also works with transformers' own Trainer.
+How to use `InputCheck`: docs/library.md. It also works with transformers' own Trainer.
 """
 
 import warnings
@@ -19,13 +19,13 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# the model's arguments for patches and grids, and the field of its config with the placeholder's token id
+# model arguments for patches and grids, and config field with the placeholder token id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
 OUTPUTS = ("log_probs", "logits", "loss")
-MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
+MOST_IMAGES = 8  # maximum images per row to test, one at a time
 ADVICE = (
     "The training continues, but it does not learn from all images. Check the rows, the collator, "
     "the attention mask and the model."
@@ -33,23 +33,23 @@ ADVICE = (
 
 
 class InputCheck(TrainerCallback):
-    """Warn in the first step if the model ignores an image or a video, or if a trained parameter gets no gradient.
+    """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    InputCheck replaces each image of the first micro-batch with a gray one, and tests whether the outputs change.
-    To check the images, the model runs up to nine times without gradients. If FSDP or DeepSpeed shards the weights,
-    InputCheck only warns about image placeholders without images. InputCheck changes no weights and no random numbers.
+    Images in the first micro-batch are replaced by gray ones, to see whether outputs change: up to nine forward passes
+    without gradients. With weights sharded by FSDP or DeepSpeed, it only warns about image placeholders without images.
+    Weights and random numbers stay the same.
 
-    The attribute `problems` of InputCheck lists the warnings.
+    Attribute `problems`: list of warnings.
     """
 
     def __init__(self):
         self.problems: list[str] = []
-        self.trained: set[str] = set()  # names of parameters that require a gradient
-        self.reached: set[str] = set()  # names of the parameters that got a gradient
+        self.trained: set[str] = set()  # parameters that require gradients
+        self.reached: set[str] = set()  # parameters that got a gradient
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # True while the model runs with other images
+        self.is_comparing = False  # while the model runs with other images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:
@@ -104,10 +104,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning if the outputs of the model stay the same when some images or videos become gray."""
+    """Return a warning if outputs stay the same when images or videos turn gray."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng restores the random state, so that all forward passes have the same dropout masks.
+        # fork_rng: same dropout masks in all forward passes
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -123,7 +123,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
             for image, _ in images:
                 parts[image] = torch.zeros_like(parts[image])
             changed = outputs(**{pixels: torch.cat(parts)}) != original
-            # A loss is a single number for all rows.
+            # a loss is one number for all rows
             by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
             unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
         if unseen:
@@ -131,13 +131,13 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # Autocast has cached weights without gradients; with these weights, the training step would get no gradients.
+    # autocast has cached weights without gradients, which the training step must not reuse
     torch.clear_autocast_cache()
     return problems
 
 
 def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return the model's log-probabilities, logits or loss, with zeros at the tokens of images and videos."""
+    """Return log-probabilities, logits or loss, with zeros at image and video tokens."""
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
         raise ValueError(
@@ -149,17 +149,19 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     is_media = torch.zeros_like(ids, dtype=torch.bool)
     for _, _, token in MEDIA.values():
         is_media |= ids == getattr(model.config, token, -1)
-    # TRL may request outputs for the last tokens only.
+    # TRL may request outputs for the last tokens only
     is_media = is_media[:, -output.shape[1] :]
     return output.masked_fill(is_media.view(*is_media.shape, *[1] * (output.dim() - 2)), 0)
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Group images or videos of different rows, so that one forward pass can check a whole group.
+    """Group images or videos of different rows, to check a group in one forward pass.
 
-    Returns a list of groups, each a list of tuples (index of the image, index of the image's row). If the token ids do
-    not tell which row has which image, all images are one group, and the row is None. `sizes` are the images' patch
-    counts. An image after the last trained token of its row is left out, because the image cannot change the loss.
+    Args:
+        sizes: patch counts of the images.
+    Returns:
+        groups [(image index, row index), ...]; one group with row None if token ids do not tell which row has which
+        image. An image after its row's last trained token is left out: it cannot change the loss.
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():
@@ -167,7 +169,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
     rows: dict[int, list[tuple[int, int | None]]] = {}
-    first = 0  # number of patches before the image; all images have as many patches per token
+    first = 0  # patches before this image; all images have the same number of patches per token
     for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
         if labels is None or (labels[row, column:] != -100).any():

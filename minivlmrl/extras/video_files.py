@@ -1,4 +1,4 @@
-"""Read the frames of video files with PyAV; videos that are lists of images do not need PyAV."""
+"""Read frames from video files with PyAV; videos as lists of images do not need it."""
 
 import contextlib
 import io
@@ -15,24 +15,24 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, open_source
 from minivlmrl.data.video import FRAME_FACTOR, Video, check_size
 from minivlmrl.errors import error_context, optional_dependency, pluralize
 
-MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled frames
+MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for sampled frames
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Load the sampled frames of a video file; see load_video in data/video.py."""
+    """Load sampled frames from a video file; see load_video in data/video.py."""
     name, file = open_source(source, folder)
     try:
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
-        if hasattr(error, "strerror"):  # an error from the operating system or FFmpeg
+        if hasattr(error, "strerror"):  # from the operating system or FFmpeg
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
         raise ValueError(f"{name}: {error_text}") from error
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video with blank frames: enough to count a prompt's tokens, without decoding the file."""
+    """Return a Video with blank frames: enough to count prompt tokens, without decoding."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -48,7 +48,7 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample the frames of a video file in two passes: first count all frames, then decode the sampled frames."""
+    """Sample frames in two passes: count all, then decode those sampled."""
     with opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = count_frames(container, stream)
@@ -57,12 +57,12 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # A video has fewer frames than packets if it does not begin with a key frame.
+        # frames before the first key frame cannot be decoded
         total_frames = num_decoded
 
 
 def count_frames(container, stream) -> int:
-    """Count a video stream's frames, one per packet, and raise ValueError if the file is truncated or damaged."""
+    """Count frames, one per packet; raise ValueError if the file is truncated or damaged."""
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():
@@ -74,7 +74,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # In a truncated Matroska file, the last packet ends before the duration that the header declares.
+    # truncated Matroska file: its last packet ends before the duration in the header
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -86,13 +86,13 @@ def count_frames(container, stream) -> int:
 
 @contextlib.contextmanager
 def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
-    """Open a video file with PyAV, and yield PyAV's container and the file's best video stream."""
+    """Open a video file; yield PyAV's container and the best video stream."""
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # FFmpeg gets an open file, because it would read the file name concat:x.mp4|y.mp4 as two files.
+    # open file, not name: FFmpeg would read concat:x.mp4|y.mp4 as two files
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # All protocols of FFmpeg are forbidden, because FFmpeg would open the files and URLs that a playlist lists.
+    # no protocols: FFmpeg would open files and URLs in a playlist
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
@@ -101,13 +101,13 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # max_pixels limits each frame's size, because a frame may be larger than the size in the stream's header
+        # per frame: frames may be larger than the stream header says
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames with the given indices, upright and in RGB; also return how many frames were decoded."""
+    """Decode frames by index, upright and in RGB; also return how many frames were decoded."""
     frames = []
     num_decoded = 0
     with opened_video(file) as (container, stream):
@@ -116,7 +116,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 raise ValueError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
-                # phones store frames unrotated, with the angle by which a player rotates them
+                # phones store frames unrotated, with an angle for the player
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(
@@ -133,18 +133,17 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
 def sample_indices(
     total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
 ) -> tuple[list[int], float]:
-    """Choose evenly spaced frames in a video file, including the first and the last frame.
+    """Choose evenly spaced frames, including first and last.
 
-    Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
+    Example: 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        sampling: options of smart_nframes, and video_start and video_end in seconds, which are clipped to the duration
-            of the video.
+        sampling: options for smart_nframes; video_start and video_end in seconds, clipped to the duration.
 
     Returns:
-        Indices of the sampled frames, and the sampled frames per second.
+        frame indices; sampled frames per second
 
-    Source: qwen-vl-utils' video readers; for frame_factor 1 (Qwen3-VL), transformers' Qwen3VLVideoProcessor.
+    Source: video readers in qwen-vl-utils; for frame_factor 1 (Qwen3-VL), Qwen3VLVideoProcessor in transformers.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(
@@ -163,24 +162,23 @@ def sample_indices(
     num_frames = last_frame - first_frame + 1
     nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
     if frame_factor == 1:
-        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)  # in float64, as in transformers
+        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)  # float64, as in transformers
     else:
-        indices = torch.linspace(first_frame, last_frame, nframes).round().long()  # in float32, as in qwen-vl-utils
+        indices = torch.linspace(first_frame, last_frame, nframes).round().long()  # float32, as in qwen-vl-utils
     return indices.tolist(), nframes / num_frames * video_fps
 
 
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
-    """Compute how many frames of a video to sample; the number is a multiple of frame_factor.
+    """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 frames per second last 3.33 seconds, so sampling 2 frames per second gives 6.67 frames,
-    rounded down to 6.
+    Example: 100 frames at 30 frames per second last 3.33 seconds; at 2 sampled frames per second that is 6.67, rounded
+    down to 6.
 
     Args:
-        sampling: either nframes, the number of frames to sample, or fps, the sampled
-            frames per second (default 2). The option fps can be combined with the bounds min_frames (default 4) and
-            max_frames (default 768); max_frames has priority over min_frames.
+        sampling: either nframes, or fps (sampled frames per second, default 2) with bounds min_frames (default 4) and
+            max_frames (default 768, has priority).
 
-    Source: qwen-vl-utils' smart_nframes.
+    Source: smart_nframes in qwen-vl-utils.
     """
     if "nframes" in sampling:
         if sampling.keys() & {"fps", "min_frames", "max_frames"}:

@@ -1,15 +1,14 @@
-"""Sample rollouts from logits that vLLM computes; see docs/use.md.
+"""Sample rollouts from vLLM's logits; see docs/use.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before each rollout, vLLM receives the policy's weights. Prompts are passed to vLLM as token ids and image patches. vLLM
-computes only the logits, and minivlmrl samples the tokens, so a completion does not depend on the other rows in a
-batch, and in float32 it equals a completion that is sampled without vLLM. To change how vLLM is used, copy vllm.py and
-set sampling.engine=my_vllm.py:VLLMSampler.
+Before a rollout, vLLM receives the policy weights. Prompts go to vLLM as token ids and image patches. vLLM computes
+only logits, and minivlmrl samples, so a completion does not depend on other rows in the batch; in float32 it equals
+one sampled without vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
-vLLM is imported inside functions, because the memory estimate must work without vLLM.
+vLLM is imported inside functions: the memory estimate must work without it.
 
-Dimension letters: r rows in the batch, V vocabulary size.
+Dimensions: r rows in the batch, V vocabulary size.
 """
 
 import logging
@@ -27,9 +26,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# vLLM must run in the training process, because the training process has the policy's weights.
+# vLLM must run in the training process, which has the policy weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # so that vLLM does not bind our threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind our threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -51,24 +50,24 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options that a recipe cannot change
+# vllm.LLM options fixed for all recipes
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalized
-    "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
+    "limit_mm_per_prompt": {"video": 0},  # do not profile the longest video
     "mm_processor_cache_gb": 0,
-    # With async_scheduling or enable_chunked_prefill, vLLM would not call TokenChooser exactly once per token.
+    # with async_scheduling or enable_chunked_prefill, TokenChooser would not run exactly once per token
     "async_scheduling": False,
     "enable_chunked_prefill": False,
-    "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
+    "load_format": "dummy",  # random; real weights are loaded before each rollout
     "generation_config": "vllm",
 }
 
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options that a recipe may set.
+    """vllm.LLM options for recipes.
 
-    Options that load code, such as worker_cls, are left out, because a recipe may come from a stranger.
+    Options that load code, such as worker_cls, are left out: a recipe may come from a stranger.
     """
 
     block_size: Count | None = None
@@ -91,26 +90,25 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# Each policy has one vllm.LLM, which all training stages of a run share.
+# one vllm.LLM per policy, for all stages
 STARTED = WeakKeyDictionary()
 
 
 class Sampling:
-    """Sample tokens from vLLM's logits, and record the sampled tokens of each completion."""
+    """Sample tokens from vLLM's logits, and record them per completion."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # for each decode step: row indices, token ids, log-probabilities, and True for rows that end, each (r,)
+        # per decode step: row indices, token ids, log-probabilities, whether rows end; all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
-        self.ended: list[str] = []  # names of the requests that ended in the latest step
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens so far
+        self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of r completions, whose indices are `rows`, from logits (r, V).
+        """Sample the next token for completions `rows`, from logits (r, V).
 
         Returns:
-            New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM selects the sampled
-            token.
+            logits (r, V) that make vLLM select the samples: 0 there, -inf elsewhere
         """
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
@@ -121,13 +119,13 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor for vLLM: it samples tokens with minivlmrl's sampler, and makes vLLM select these tokens."""
+    """Logits processor for vLLM: samples with minivlmrl's sampler, and makes vLLM select the samples."""
 
-    # TokenChooser.sampling is set on the class, because vLLM itself creates the TokenChooser object.
+    # class attribute, because vLLM creates the object
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # row index for each slot in vLLM's batch
+        self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -141,9 +139,9 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from vLLM's logits (r, V). Return logits with 0 at each row's sampled token and -inf elsewhere.
+        """Sample from logits (r, V); return 0 at sampled tokens and -inf elsewhere.
 
-        vLLM's V2 model runner passes each row's batch index in `context`; the V1 model runner passes None.
+        vLLM's V2 model runner passes batch indices of the rows in `context`, V1 passes None.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -156,7 +154,7 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 
 
 class VLLMSampler(Sampler):
-    """Sampler that uses logits from vLLM. The option sampling.vllm contains arguments of vllm.LLM."""
+    """Sampler with logits from vLLM; sampling.vllm has arguments for vllm.LLM."""
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -177,7 +175,7 @@ class VLLMSampler(Sampler):
         model_config = config.model.config
         if config.model.path is not None:
             model_config = find_folder(config.model.path) / "config.json"
-        if model_config is None:  # build_model later raises an error in this case
+        if model_config is None:  # build_model raises the error later
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
@@ -205,23 +203,23 @@ class VLLMSampler(Sampler):
         self.is_verified = False
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Load the policy's merged and gathered weights into vLLM, then sample completions.
+        """Load merged and gathered policy weights into vLLM, then sample; all ranks must call this.
 
-        All ranks must call this method. See Sampler.__call__ for the arguments.
+        Arguments: see Sampler.__call__.
         """
         if self.sleeps:
-            # wake_up allocates the memory for vLLM's weights, which the sleeping engine had freed
+            # allocate weight memory, freed by sleep
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # The image embeddings in vLLM's cache come from the old weights, so the cache is emptied.
+        # cached image embeddings come from old weights
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
-            self.llm.sleep(level=2)  # sleep frees the memory for weights and KV cache
+            self.llm.sleep(level=2)  # free weights and KV cache
         return completions
 
     def sample_with(
@@ -236,7 +234,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # vLLM selects the argmax, which is the sampled token
+                temperature=0,  # argmax, the sampled token
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -253,7 +251,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to an input for vLLM, without vLLM's tokenizer and image processor."""
+        """Convert a prompt for vLLM, without its tokenizer and image processor."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -274,7 +272,7 @@ class VLLMSampler(Sampler):
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
-        num_patches = prompt.image_grid_thw.prod(-1)  # each image's patch count
+        num_patches = prompt.image_grid_thw.prod(-1)  # patches per image
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
         spans = []
         for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
@@ -282,7 +280,7 @@ class VLLMSampler(Sampler):
         hashes = []
         pixels = prompt.pixel_values.split(num_patches.tolist())
         for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True):
-            pixels_as_bytes = patches.view(torch.uint8)  # because numpy has no bfloat16
+            pixels_as_bytes = patches.view(torch.uint8)  # numpy has no bfloat16
             content = grid.numpy().tobytes() + pixels_as_bytes.numpy().tobytes()
             hashes.append(sha256(content).hexdigest())
         field_config = inputs.MultiModalFieldConfig
@@ -303,9 +301,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
-        In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
-        limit is 0.5 nats for the root mean square over a prompt's completions. rollout.max_logp_mismatch=2 doubles
-        these limits.
+        Limits: in float32, 1e-3 nats per token; in 16 bits, a root mean square of 0.5 nats over a prompt's completions.
+        rollout.max_logp_mismatch=2 doubles them.
         """
         if self.is_verified:
             return
@@ -332,7 +329,7 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the dtype in which the policy's layers compute."""
+    """Return the compute dtype of the policy's layers."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
@@ -343,12 +340,12 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which vLLM computes: sampling.vllm.dtype, or the policy's dtype."""
+    """Return vLLM's compute dtype: sampling.vllm.dtype, or the policy dtype."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
 def start_engine(model: VisionLanguageModel, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM in the training process, without the policy's weights."""
+    """Start a vllm.LLM in the training process, without policy weights."""
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -373,7 +370,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM ends torch's process group at the end of the run, so minivlmrl must not end the group.
+    # vLLM ends torch's process group when the run ends; minivlmrl must not
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

@@ -1,8 +1,7 @@
-"""Warn if a run does not learn, with a likely cause and a suggested fix.
+"""Warn if a run does not learn, with a likely cause and a fix.
 
-Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. There is one exception:
-a run warns already after the first step if all completions earn the same reward, because this is the most common
-mistake. A warning is not repeated while its condition continues to hold.
+A warning needs a condition to hold over 10 consecutive optimizer steps, and is not repeated while it does. Exception:
+equal rewards for all completions cause a warning after the first step, because this is the most common mistake.
 """
 
 import json
@@ -23,16 +22,16 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
-TAG_REWARDS = "format", "box_format"  # rewards for completions with <think> and <answer> tags
-WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# number of recent rollouts whose rewards `majority_baseline` averages
+TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
+WINDOW = 10  # consecutive optimizer steps
+# rollouts for `majority_baseline`
 BASELINE_ROLLOUTS = 50
-FALLEN = 0.2  # decrease of the mean reward that causes a warning, as a share of the range of all rewards
-MEMORISED = 0.3  # difference of a reward between training rows and held-out rows that causes a warning
+FALLEN = 0.2  # warn if the mean reward falls by this share of the reward range
+MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
 
 class TrainingWarnings(Watcher):
-    """Callback that checks the metrics after each step, and writes warnings to warnings.jsonl and to the terminal."""
+    """Check metrics after each step, and write warnings to warnings.jsonl and the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -58,7 +57,7 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
-    """Rules that turn the metrics of the last 10 steps into warnings."""
+    """Rules from metrics over the last 10 steps to warnings."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
@@ -66,20 +65,20 @@ class WarningRules:
         self.goals = [
             name for name, weight in self.config.rewards.items() if weight > 0
         ]  # rewards that training raises
-        self.evaluated = evaluated  # metrics of the last evaluation before the stage
+        self.evaluated = evaluated  # last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
-        self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
-        self.said: set[str] = set()  # rules that were violated at the last step
+        self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
+        self.said: set[str] = set()  # rules violated at the last step
         self.rollout = None
-        # (solutions of the rows, rewards of the completions) for each recent rollout
+        # (row solutions, completion rewards) per recent rollout
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
-        self.extremes = []  # lowest and highest total reward for any completion so far
-        self.best_mean = -math.inf  # highest mean reward over 10 steps so far
+        self.extremes = []  # lowest and highest total reward of a completion
+        self.best_mean = -math.inf  # highest mean reward over 10 steps
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Add the metrics and the rollout of an optimizer step, and return the new warnings."""
+        """Add metrics and rollout of a step, and return new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
@@ -90,15 +89,15 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated() if len(self.recent) == WINDOW else self.constant_rewards())
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # The warning that little is left to learn is printed only once in a training stage.
+        # once per stage: little is left to learn
         self.said = set(found) | (self.said & {"solved"})
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
+        """Yield a warning per reward that is far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy answers also count, because training may sample at a lower temperature than the evaluation's 1
+            # greedy answers also count: training may sample at a lower temperature than 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -108,7 +107,7 @@ class WarningRules:
                 )
 
     def unlearned(self, evaluation: dict[str, float], num_rows: int) -> Iterator[str]:
-        """Yield a warning if a reward on the held-out rows is far lower than before the stage."""
+        """Yield a warning if a held-out reward is far lower than before the stage."""
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
@@ -122,13 +121,13 @@ class WarningRules:
             yield f"{max(falls)[1]} in this stage. {cure}."
 
     def state(self) -> str:
-        """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
+        """Return recent metrics and warnings as JSON: a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         recent = [list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes]
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
-        """Continue with the metrics of a checkpoint, unless its rewards or weights were others."""
+        """Continue with metrics from a checkpoint, unless rewards or weights differ."""
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
@@ -138,15 +137,15 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if a metric meets a condition in each of the last 10 steps."""
+        """Return True if a metric meets a condition in all of the last 10 steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Return a metric's mean over the last 10 steps, or NaN if a step lacks the metric."""
+        """Average a metric over the last 10 steps; NaN if a step lacks it."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for each warning whose condition holds for the last 10 steps."""
+        """Yield (name, text) for warnings whose condition held over the last 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -180,12 +179,12 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out the `format` reward if answers have no tags, because a note has already advised removing it."""
+        """Leave out the `format` reward if answers have no tags: a note has already advised removing it."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
     def all_equal(self) -> bool:
-        """Return True if, in each of the last 10 steps, every reward function scored all completions equally."""
+        """Return True if every reward function scored all completions equally in each of the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.config.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
@@ -233,14 +232,14 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if the policy would get an equal or higher reward by always answering the most frequent solution."""
+        """Warn if always answering the most frequent solution would earn at least the policy's reward."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # a row's rewards: (completions, rewards); a resumed run may have another num_generations
+        # (completions, rewards) per row; a resumed run may have another num_generations
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
-            # rows whose completions were all scored
+            # rows with all completions scored
             is_scored = [not row[:, index].isnan().any() for row in rows]
             if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
                 continue
@@ -259,7 +258,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # A parameter without an AdamW state has never had a gradient, which is normal for an expert without tokens.
+        # no AdamW state: never had a gradient, which is normal for an expert without tokens
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -1,7 +1,6 @@
-"""The tracker `wandb`, which sends a run's metrics to the project minivlmrl of Weights & Biases.
+"""Tracker `wandb`: send metrics to the project minivlmrl on Weights & Biases.
 
-With WANDB_MODE=offline, metrics are written to wandb/ in the run's folder, and not sent. A resumed run appears as a new
-run.
+With WANDB_MODE=offline, they are only written to wandb/ in the run folder. A resumed run appears as a new run.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ with optional_dependency("wandb", "the tracker needs the package wandb"):
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker of Weights & Biases; see extras/tensorboard.py for the arguments."""
+    """Create the tracker; arguments: see extras/tensorboard.py."""
     folder = Path(config.output_dir)
     run = init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)
