@@ -34,6 +34,7 @@ MOVED = {  # former page: its successor
     "notes/vllm": "use",
     "vectors": "library",
     "notes/step_format": "library",
+    "notes/bugs_of_others": "museum",
 }
 LANGUAGES = {
     "": "text",  # LICENSE

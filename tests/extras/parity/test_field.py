@@ -162,7 +162,7 @@ def test_the_numbers_of_losses_on_the_pages():
 
 
 def test_the_smallest_examples_of_mistakes_print_what_the_page_shows():
-    page = ROOT / "docs" / "notes" / "bugs_of_others.md"
+    page = ROOT / "docs" / "museum.md"
     found = doctest.testfile(str(page), module_relative=False)
     assert found.failed == 0 and found.attempted > 30
 
