@@ -35,8 +35,8 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    Images in the first micro-batch are replaced by gray ones, to see whether outputs change: up to nine forward passes
-    without gradients. With weights sharded by FSDP or DeepSpeed, it only warns about image placeholders without images.
+    Images in the first micro-batch turn gray, to see whether outputs change: up to nine forward passes without
+    gradients. With weights sharded by FSDP or DeepSpeed, it only warns about image placeholders without images.
     Weights and random numbers stay the same.
 
     Attribute `problems`: list of warnings.
