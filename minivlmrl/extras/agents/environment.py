@@ -1,7 +1,4 @@
-"""Load the tool environment that a recipe names, and inspect the environment's tools and settings.
-
-See docs/agents.md for an example of a tool environment.
-"""
+"""Load a tool environment, and inspect its tools and settings; example in docs/agents.md."""
 
 import inspect
 import typing
@@ -19,11 +16,10 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
 
 class Environment(Protocol):
-    """An environment holds the state of one completion, and provides the tools that the completion may call.
+    """Tool environment, with the state of one completion.
 
-    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the `reset` method
-    is required. An environment ends its completion by setting its attribute `done` to True. An environment can change a
-    setting with an attribute, for example `max_tool_calls = 3`; the class Settings lists all settings.
+    All public methods are tools, except `reset`, which is required, `get_reward` and `observe`. Setting the attribute
+    `done` to True ends the completion. Other attributes change settings, such as `max_tool_calls = 3`; see Settings.
     """
 
     def reset(self, **columns) -> None:
@@ -31,15 +27,15 @@ class Environment(Protocol):
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Interface of a tool environment that scores its own completion.
+    """Tool environment that scores its own completion.
 
-    A recipe whose environment has a method get_reward must set `rewards: {environment: 1}`.
+    A recipe must then set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the completion's reward; None means that the reward is unknown.
+        """Return the reward, None if unknown.
 
-        The method may also return a list with one reward for each turn; the last turn's reward may be missing.
+        It can also be a list with one reward per turn, where the last may be missing.
         """
 
 
@@ -47,23 +43,22 @@ class RewardingEnvironment(Environment, Protocol):
 class Settings:
     """Settings of a tool environment."""
 
-    # whether the system message declares the tools, in the format of the model's chat template
+    # whether the system message declares the tools, in chat-template format
     declare_tools: bool = True
-    # maximum number of tool calls in a completion; additional calls are ignored
+    # maximum tool calls per completion; more are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # time limit for one tool call, in seconds
+    # time limit per tool call, in seconds
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
-    # maximum number of characters that one tool call may return
+    # maximum characters in a tool result
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # maximum number of pixels that one tool call may return, summed over its images
+    # maximum pixels in a tool result, over all its images
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Return the constructor of the tool environment that a recipe names.
+    """Return the environment constructor for a name in a recipe.
 
-    An environment is a Python class, a function, or a list of functions. A recipe may give arguments to a class, as in
-    "my_tools.py:Turn(step=45)".
+    It can be a class, a function, or a list of functions. Classes can get arguments, as in "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
@@ -84,14 +79,14 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """Base class for tool environments that consist of plain functions and keep no state."""
+    """Base class for environments from plain functions, without state."""
 
     def reset(self, **columns):
         pass
 
 
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Create an environment class whose tools are the given function or functions."""
+    """Create an environment class with the given functions as tools."""
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
@@ -110,10 +105,10 @@ def with_tools(processor: Processor, name: str) -> Processor:
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # The chat template of Qwen2-VL and Qwen2.5-VL cannot declare tools, so another template replaces it.
+            # replace the templates of Qwen2-VL and Qwen2.5-VL, which cannot declare tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # A saved model must contain the chat template with which the model was trained.
+            # a saved model must contain the chat template used in training
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -125,15 +120,14 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Call the method get_reward of each completion's environment, as TRL does, and return the rewards.
+    """Call get_reward, as in TRL, and return the rewards.
 
-    If get_reward returns a list of numbers, the reward is the sum of the list. A completion without an environment has
-    the reward None.
+    A list of numbers is summed. A completion without an environment gets None.
 
     Args:
-        environments: each completion's environment, or None.
-        turn_texts: each completion's turn texts.
-        columns: the dataset's columns, which are ignored.
+        environments: one or None per completion.
+        turn_texts: texts of the turns, per completion.
+        columns: dataset columns, ignored.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -153,7 +147,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that a recipe uses the reward "environment" if, and only if, its environment has a method get_reward."""
+    """Check that a recipe has the reward "environment" if and only if its environment has get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(
@@ -168,7 +162,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read an environment's settings from its attributes; a missing attribute has the default value."""
+    """Read settings from the attributes of an environment, with defaults."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -177,7 +171,7 @@ def settings_of(environment: Environment) -> Settings:
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return an environment's tools as {name: bound method}."""
+    """Return {name: bound method} with all tools."""
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":

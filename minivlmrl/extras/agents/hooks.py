@@ -1,4 +1,4 @@
-"""The functions that minivlmrl imports from extras/agents/ if a recipe sets the `sampling.environment` option."""
+"""Functions that minivlmrl imports from extras/agents/ for `sampling.environment`."""
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools
 from minivlmrl.extras.agents.tool_calls import begin_with_row

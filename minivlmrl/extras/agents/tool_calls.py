@@ -1,6 +1,6 @@
-"""Parse the tool calls in a completion, execute the tools, and render their results as text.
+"""Parse tool calls, run the tools, and render results as text.
 
-A tool call has one of two formats: tags with the tool's name, such as <zoom>1, 2</zoom>, or Qwen's <tool_call>.
+Formats: tags with the tool name, such as <zoom>1, 2</zoom>, and Qwen's <tool_call>.
 """
 
 import json
@@ -25,31 +25,31 @@ from minivlmrl.errors import error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
-# Qwen3.5 writes Python constants in its tool calls; this dict translates them to JSON.
+# Python constants in Qwen3.5's tool calls -> JSON
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # a memory address, such as 0x7f3a91c0
+ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # memory address, such as 0x7f3a91c0
 
 
-# a tool call: the tool's name and the text between the tags; the name is empty in Qwen's <tool_call> format
+# (tool name, text between the tags); Qwen's <tool_call> has an empty name
 Call = tuple[str, str]
-# an image that a tool returned, and the image's patch grid (frames, rows, columns)
+# image from a tool, patch grid (frames, rows, columns)
 Picture = tuple[Image, tuple[int, int, int]]
 
 
-# exceptions in a tool that do not end the run; the model reads their messages as the tool's result
+# exceptions that do not end the run: the model reads the message as the result
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find the tool calls in the text that the policy wrote since the last tool result.
+    """Find tool calls in the policy's text since the last result.
 
-    A tool call such as <zoom>1, 2</zoom> is found as soon as the model closes the tag. In Qwen's format, one turn may
-    contain several tool calls, which are found when the turn has ended.
+    <zoom>1, 2</zoom> is found as soon as its tag is closed. In Qwen's format, a turn may have several calls, found when
+    it has ended.
 
     Returns:
-        The calls in text order. A call such as <zoom>1, 2</zoom> is the only one in the list.
+        calls in text order; a call such as <zoom>1, 2</zoom> is always the only one
     """
-    begins = {}  # {tool name: position in the text where its arguments begin}
+    begins = {}  # {tool name: start of its arguments in the text}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -64,16 +64,16 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Execute one tool call, and return the result as parts of a chat message.
+    """Run one tool call, and return its result as parts of a chat message.
 
-    If a tool call fails or its result is too large, the model reads the text "error: ..." as the result.
+    If it fails or the result is too large, the model reads "error: ...".
 
     Args:
-        name, inside: the call; see Call.
-        processor: processor that will encode the images in the result.
+        name, inside: see Call.
+        processor: encodes images in the result.
 
     Returns:
-        The message parts, the images with their grids, and whether the call succeeded.
+        message parts, images with their grids, whether the call succeeded
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -84,7 +84,7 @@ def answer_call(
         check_limits(parts, images, settings)
         pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
         return parts, pictures, True
-    except FAILURES as error:  # the error message becomes the result, which the model reads
+    except FAILURES as error:  # the model reads the message as the result
         text = f"error: {without_addresses(str(error)) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
@@ -100,13 +100,13 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 
 def without_addresses(text: str) -> str:
-    """Remove memory addresses, so that the model reads the same error message in each run."""
+    """Remove memory addresses, so error messages are the same in every run."""
     return ADDRESS.sub("0x", text)
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute the size (frames, rows, columns) of an image's patch grid, without cutting the image into patches."""
-    width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
+    """Compute an image's patch grid (frames, rows, columns), without cutting patches."""
+    width, height = to_rgb(image).size  # raises if the image cannot be decoded
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
     )
@@ -114,7 +114,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct a tool environment, and call its method `reset` with the columns of a row."""
+    """Construct an environment, and call `reset` with the columns of a row."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -132,7 +132,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call an environment method that is not a tool, for example `reset` or `observe`."""
+    """Call an environment method that is no tool, such as `reset` or `observe`."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -155,14 +155,14 @@ def strict_json(text: str):
 
 
 def refuse_constant(name: str):
-    """Raise ValueError for NaN and Infinity in JSON, which Python's JSON parser would accept."""
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def check_values(value, name: str):
-    """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
+    """Raise ValueError if an argument has an infinite number or half of a surrogate pair.
 
-    If an environment stored an infinite number, get_reward could fail later and end the run.
+    An infinite number in an environment could make get_reward fail later and end the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -183,7 +183,7 @@ def check_values(value, name: str):
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse the arguments between a tool's tags, for example `1, "cat"`, in the order of the tool's parameters."""
+    """Parse arguments between tags, such as `1, "cat"`, in parameter order."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -195,7 +195,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a tool call in Qwen's <tool_call> format, and return the tool's name and arguments."""
+    """Parse a call in Qwen's <tool_call> format; return tool name and arguments."""
     written_call = read_parameters(inside, tools) or strict_json(inside)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
@@ -205,7 +205,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a tool call in Qwen3.5's <function=...> format, or return None for any other format."""
+    """Parse a call in Qwen3.5's <function=...> format; None for any other."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -220,10 +220,9 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse one argument of a tool call in Qwen3.5's format, where strings have no quotes and other values are JSON.
+    """Parse an argument in Qwen3.5's format: strings without quotes, other values as JSON.
 
-    Example: for the type hint int | str, the text 7 is a number, while 7.5, seven and "7" (with its quotes) are
-    strings.
+    Example: for int | str, the text 7 is a number; 7.5, seven and "7" (with its quotes) are strings.
     """
     value = text
     with suppress(ValueError):
@@ -234,11 +233,11 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # has the wrong type, which is reported when the call is validated
+    return value  # wrong type: reported by validation
 
 
 def part(result) -> dict:
-    """Convert a tool's result, such as a PIL image or a message part in TRL's format, to a part of a chat message."""
+    """Convert a tool result, such as a PIL image or a message part in TRL's format, to a chat message part."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):
@@ -248,7 +247,7 @@ def part(result) -> dict:
 
 
 def valid_text(value: Any) -> Any:
-    """Replace lone surrogates with "?" in a text or in nested lists and dicts, because UTF-8 cannot encode them."""
+    """Replace lone surrogates with "?", also in nested lists and dicts: UTF-8 cannot encode them."""
     if isinstance(value, list):
         return [valid_text(item) for item in value]
     if isinstance(value, dict):
@@ -257,7 +256,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return what the chat template writes between the end of a user's turn and the assistant's text."""
+    """Return what the chat template writes between the end of a user turn and the assistant text."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
@@ -268,10 +267,9 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
     """Render tool results as text pieces.
 
     Args:
-        answers: each result's message parts.
-        opening: text pieces that open the next assistant turn; see `turn_opening`. If it is empty, there must be one
-            result, which is rendered as <result>...</result> inside the policy's turn. Otherwise the results are
-            rendered in a user turn, and `opening` follows it.
+        answers: message parts per result.
+        opening: text before the next assistant turn, after the results in a user turn; see `turn_opening`. If empty,
+            there must be one result: <result>...</result> inside the policy's turn.
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

@@ -11,14 +11,14 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor for a run in which completions may call tools."""
+    """Processor for runs with tool calls."""
 
-    tools: Sequence[str] = ()  # names of the tools
+    tools: Sequence[str] = ()  # tool names
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Insert the result of a call like <search>cats</search> into the assistant turn, as <result>...</result>."""
+        """Insert results of calls like <search>cats</search> into the assistant turn, as <result>...</result>."""
         joined = []
-        is_answered = False  # the last joined turn ends with a tool's result
+        is_answered = False  # whether the last joined turn ends with a tool result
         closing_tags = tuple(f"</{name}>" for name in self.tools)
         for turn in turns:
             parts = content_parts(turn)
@@ -44,13 +44,13 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Record that the assistant did not write the <result>...</result> that follows a tag such as </zoom>."""
+        """Mark <result>...</result> after a tag such as </zoom> as not written by the assistant."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []
         for piece, is_written in pieces:
             is_text = self.tools and not isinstance(piece, SpecialToken)
             for i, text in enumerate(answer.split(piece) if is_text else [piece]):
-                if text:  # texts with an odd index are tool results
+                if text:  # odd indices are tool results
                     cut_pieces.append((text, is_written and i % 2 == 0))
         return cut_pieces

@@ -1,7 +1,7 @@
-"""Sample completions that call tools.
+"""Sample completions with tool calls.
 
-When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
-result. Training uses the sampled token ids, so no text is tokenized again.
+A tool result is read in one forward pass, then decoding continues. Training uses the sampled token ids; no text is
+tokenized again.
 """
 
 import re
@@ -41,7 +41,7 @@ from minivlmrl.rewards.columns import box_scale
 
 
 class ToolEpisode:
-    """The state of one completion, and of its tool environment, while the completion is sampled."""
+    """State of one completion and its environment while sampling."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -50,26 +50,26 @@ class ToolEpisode:
         self.num_calls = 0
         self.num_failed = 0
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # UTF-8 text that the policy generated since the last tool result
-        self.ids: list[int] = []  # completion token ids, including tool results
-        # whether the policy sampled each completion token; False for the tokens of tool results
+        self.text = b""  # UTF-8 text from the policy since the last tool result
+        self.ids: list[int] = []  # completion tokens, with tool results
+        # False for tokens of tool results
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
-        self.unread: list[Prompt] = []  # the tool result (at most one) that the model must still read
+        self.unread: list[Prompt] = []  # tool results still to read, at most one
         self.cut = False  # whether a tool result exceeded max_new_tokens
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
-        """Append a sampled token, and execute the tool calls that the token completes.
+        """Append a sampled token, and run the tool calls it completes.
 
         Args:
-            turn_ends: whether the token is a stop token.
-            text_ends: whether the token completes a stop string.
+            turn_ends: whether it is a stop token.
+            text_ends: whether it completes a stop string.
 
         Returns:
-            True if the completion ends with this token. The limit max_new_tokens is not considered.
+            whether the completion ends here, apart from max_new_tokens
         """
-        if self.ended:  # `generate` keeps decoding finished rows until it removes them
+        if self.ended:  # `generate` decodes finished rows until it removes them
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
@@ -83,8 +83,8 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag can begin in an earlier token, so the search starts a tag's length before the new bytes.
+        """Append a token's bytes to the text, and return the tool calls that end with it."""
+        # a closing tag may begin in an earlier token: search from one tag length before
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -93,25 +93,25 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return True if the text after `searched_from` closes a tool call, for example by </zoom>."""
+        """Return True if the text after `searched_from` closes a call, for example by </zoom>."""
         closing_tags = self.closing_tag.finditer(self.text, searched_from)
         return any(b"<%s>" % tag[1] in self.text for tag in closing_tags)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Execute tool calls, and append their results to the completion.
+        """Run tool calls, and append their results to the completion.
 
         Args:
             turn_ended: whether the policy ended its turn; see encode_answers.
-            tokens_left: number of tokens that may still be added to the completion.
+            tokens_left: tokens that still fit.
 
         Returns:
-            True if the completion ends, because the environment is done or the results have too many tokens.
+            whether the completion ends: the environment is done, or the results are too long
         """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # A tool result may have images, which cannot be truncated, so a result that is too long ends the completion.
+        # too long: end here, images in a result cannot be truncated
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -139,14 +139,14 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add the tool results, the environment and the number of tool calls to a sampled completion."""
+        """Add tool results, environment and number of tool calls to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Insert the tokens of tool results between a completion's sampled tokens, with a log-probability of 0."""
+        """Insert tool-result tokens into a sampled completion, with log-probability 0."""
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
         completion.policy_mask = policy_mask
@@ -162,17 +162,17 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Tokenize tool results: as a user turn after the policy's turn, or as text inside the policy's turn."""
+    """Tokenize tool results: as a user turn after the policy's turn, or as text inside it."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Convert the token ids and images of tool results to a Prompt, so that the model can read them.
+    """Convert tool results to a Prompt for the model to read.
 
     Returns:
-        The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
+        the Prompt; (image, patches, grid) per image, for Completion.pictures
     """
     images = processor.image_processor
     shown = [(image, *images(image)) for image, _ in pictures]
@@ -183,7 +183,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return a copy of an image; PIL copies the pixels only when an environment changes the copy."""
+    """Copy an image; PIL copies its pixels only when an environment changes the copy."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -192,25 +192,25 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """The position of a tool result in its forward pass and in the KV cache."""
+    """Position of a tool result in its forward pass and in the KV cache."""
 
-    row: int  # row index in the decoding batch
-    tokens: slice  # the result's positions in the packed tokens of all results
-    prompt: int  # the row's prompt index in the decoding batch
+    row: int  # in the decoding batch
+    tokens: slice  # positions in the packed tokens of all results
+    prompt: int  # in the decoding batch
     prompt_length: int
-    begin: int  # the result's first position, counted in the row's tokens after the prompt
-    end: int  # position after the result's last token, counted in the same way
+    begin: int  # first position, counted after the prompt
+    end: int  # position after the last token, counted after the prompt
 
 
 class AnswerAttention(DecodeAttention):
-    """Attention for a forward pass over tool results, which are packed into one sequence.
+    """Attention for a forward pass over packed tool results.
 
-    The tokens of a tool result attend to the prompt, to the completion's earlier tokens, and causally to each other.
+    Tokens attend to the prompt, to earlier tokens of their completion, and causally within their result.
 
     Args:
-        decoding: the attention of the decode steps.
-        rows: each result's row index in the decoding batch.
-        lengths: number of tokens of each result.
+        decoding: attention for decode steps.
+        rows: row in the decoding batch, per result.
+        lengths: tokens per result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
@@ -218,9 +218,9 @@ class AnswerAttention(DecodeAttention):
         self.layer_states = decoding.layer_states
         self.answer_spans = []
         self.response_rows = rows
-        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
-        newest = decoding.newest.tolist()  # position of each row's newest token
-        # for each tool result: its row in the batch, and its tokens in the packed sequence, both as slices
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one per prompt
+        newest = decoding.newest.tolist()  # position of the newest token, per row
+        # per result: row in the batch, tokens in the packed sequence
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -244,13 +244,13 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # (R, K, C, D): cached keys and values of R completions of C tokens, for K heads of D features
+        # (R, K, C, D): cached keys and values, R completions, K heads, C tokens, D features
         row_k, row_v = self.decoding.row_kv[layer_index]
-        # (B, K, P, D): cached keys and values of B prompts of P tokens
+        # (B, K, P, D): cached keys and values, B prompts, P tokens
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # queries for the tokens of one tool result: (1, heads, tokens, D)
+            # queries of one result: (1, heads, tokens, D)
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)
@@ -260,16 +260,15 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Append a tool result's keys (or values) to a row's KV cache, and return all keys (or values) of the row.
+    """Append a result's keys (or values) to a row's KV cache, and return all of the row.
 
     Args:
-        row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
-        prompts: (B, K, P, D), cache for the prompts.
-        new: (tokens, K, D), keys or values for all packed results.
+        row_cache: (R, K, C, D), completion cache, modified in place.
+        prompts: (B, K, P, D), prompt cache.
+        new: (tokens, K, D), for all packed results.
 
     Returns:
-        (1, K, prompt_length + end, D), the prompt's keys or values, followed by those of the
-        row's own tokens up to the result's end.
+        (1, K, prompt_length + end, D), up to the end of the result
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     # (K, prompt_length, D), without padding
@@ -278,7 +277,7 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
 
 
 class ReadingDecode(Decode):
-    """Decode step that also runs a forward pass over new tool results."""
+    """Decode step that also reads new tool results."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -303,11 +302,11 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on tool results, and return the logits after each result, (number of results, vocabulary size).
+        """Run the model on tool results; return the logits after each, (results, vocabulary size).
 
         Args:
-            rows: each result's row index in the decoding batch, also as the `index` tensor.
-            answers: the tool results.
+            rows: row in the decoding batch, per result; also as the tensor `index`.
+            answers: tool results.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -316,7 +315,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # An image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id, so `start` is recomputed.
+        # an image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id: recompute `start`
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -325,12 +324,12 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Samples completions that may call the tools of sampling.environment."""
+    """Sampler with tools from sampling.environment."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[ToolEpisode] = []  # one episode for each row in the batch
+        self.episodes: list[ToolEpisode] = []  # one per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(
@@ -359,12 +358,12 @@ AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor of the tool environment in the option sampling.environment."""
+    """Return the environment constructor in sampling.environment."""
     name = sampler.sampling.environment
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Only one rank runs the forward pass over a tool result, so this rank must already hold all gathered weights.
+    # one rank alone runs the forward pass over a tool result, so it must hold all gathered weights
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -380,7 +379,7 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create a ToolEpisode with its own environment for each completion, in the order of the prompts."""
+    """Create one ToolEpisode with its own environment per completion, in prompt order."""
     episodes = []
     for prompt in prompts:
         row = prompt.row
@@ -399,14 +398,14 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the arguments for a tool environment's method `reset`, such as the images of a row.
+    """Return arguments for an environment's `reset`, such as the images of a row.
 
-    For each image, `extents` has the width and height of the coordinate system in which boxes are written.
+    `extents` has width and height of the coordinate system for boxes, per image.
     """
-    images = list(row.images)  # may decode image files, because images are loaded lazily
+    images = list(row.images)  # may decode files: images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the images; only a video has a second_per_grid_ts above 0
+    # patch grids of images; only videos have second_per_grid_ts above 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -418,13 +417,13 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append one sampled token to each completion of a batch.
+    """Append one sampled token to each completion in a batch.
 
     Args:
-        rows: (r,), the episode index of each token. For turn_ends and text_ends, see ToolEpisode.step.
+        rows: (r,), episode indices. turn_ends, text_ends: see ToolEpisode.step.
 
     Returns:
-        (r,) bool: True for each completion that ends.
+        (r,) bool, whether completions end
     """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []

@@ -1,10 +1,9 @@
-"""Sample trajectories: completions of several turns, in which each turn has its own context window.
+"""Sample trajectories: completions in several turns, each with its own context window.
 
-A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. The context
-window of a later turn contains the messages that the environment's `observe(rounds)` returns. With sampling.history=K,
-it contains all text so far and the images of the newest K rounds. A round is a turn together with the results of its
-tool calls. A trajectory ends after a turn without a tool call, or when the environment's attribute `done` is True. The
-loss treats all turns of a trajectory as one completion.
+A context window is the prompt of a turn. The first is the row's prompt; later ones have the messages from the
+environment's `observe(rounds)` or, with sampling.history=K, all text so far and the images of the newest K rounds. A
+round is a turn with its tool results. A trajectory ends after a turn without a tool call, or when the environment sets
+`done` to True. For the loss, all turns are one completion.
 """
 
 from collections.abc import Sequence
@@ -46,9 +45,10 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn of a completion has a prompt of its own.
+    """Return True if every turn has its own prompt.
 
-    `history` is the option sampling.history: the number of newest rounds whose images the model sees.
+    Args:
+        history: sampling.history, newest rounds whose images the model sees.
     """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
@@ -61,16 +61,16 @@ def has_windows(name: str, history: int | None) -> bool:
 
 @dataclass
 class Round:
-    """One turn in which the model called tools, with the results of the tools."""
+    """Turn with tool calls, and their results."""
 
-    text: str  # text that the policy generated in this turn
-    parts: list[dict]  # the tool results' message parts
+    text: str  # from the policy
+    parts: list[dict]  # message parts of the tool results
     answers: Prompt  # tool results as token ids and patches
     images: list[PIL.Image.Image]  # images in the tool results
 
 
 class Episode(ToolEpisode):
-    """One trajectory's state during sampling."""
+    """State of one trajectory while sampling."""
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
@@ -86,10 +86,10 @@ class Episode(ToolEpisode):
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Execute a turn's tool calls, and record the turn with its tool results unless the environment is done.
+        """Run a turn's tool calls, and record the round unless the environment is done.
 
         Returns:
-            True, because a tool call always ends the turn. The call's results are part of the next context window.
+            True: a tool call always ends the turn. Its results are part of the next context window.
         """
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
@@ -101,7 +101,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and clear the token ids and the text for the next turn."""
+        """Store a sampled turn, and clear token ids and text for the next."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -109,9 +109,9 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Concatenate the tokens of all turns into one Completion."""
+        """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # From the second turn on, logs show the last image of each turn's prompt.
+        # logs show the last image of a turn's prompt, from the second turn on
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -127,15 +127,14 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
-    The random seed of a turn consists of the prompt's seed, the completion's index in its group, and the turn number.
-    Sharded weights are gathered before the first turn, because gathering needs all ranks, and some ranks may have no
-    later turns.
+    A turn's seed is the prompt seed, the completion's index in its group and the turn number. Sharded weights are
+    gathered before the first turn, because this needs all ranks, and some may have no later turns.
     """
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[Episode] = []  # one episode for each row in the batch
+        self.episodes: list[Episode] = []  # one per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(Episode, self.make_environment, self, prompts, num_generations)
@@ -170,7 +169,7 @@ class TrajectorySampler(Sampler):
     def sample_turns(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample the next turn of each unfinished trajectory."""
+        """Sample the next turn of unfinished trajectories."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)
@@ -201,13 +200,13 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from the messages that the environment's method `observe` returns."""
+    """Build a trajectory's next prompt from the messages returned by `observe`."""
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
     check_messages(messages)
-    messages = valid_text(messages)  # a policy can make a tool store text that UTF-8 cannot encode
+    messages = valid_text(messages)  # the policy can make a tool store text that UTF-8 cannot encode
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")
@@ -221,7 +220,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from all text so far and the images of the newest rounds."""
+    """Build a trajectory's next prompt from all text so far and images of the newest rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens
@@ -230,7 +229,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # If the policy samples an image token, the token is removed, because it has no image.
+        # a sampled image token has no image
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
