@@ -1,1 +1,1 @@
-"""Convert rows of training data between minivlmrl's layout and the layouts of other projects."""
+"""Convert training data between minivlmrl's layout and those of other projects."""

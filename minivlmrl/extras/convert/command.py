@@ -1,12 +1,11 @@
-"""Convert rows of training data to minivlmrl's layout, or to the layout of TRL, ms-swift or verl.
+"""Convert training data to minivlmrl's layout, or to the layout of TRL, ms-swift or verl.
 
     minivlmrl convert rows.json
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by the rows' columns; if two layouts fit, choose one with --layout. The converted file is
-written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
-layout cannot store. The command also converts all datasets in a YAML list from VLM-R1, and prints the option data.train
-for the recipe.
+The layout is recognized by column names; if two fit, choose one with --layout. The converted file is written beside the
+original, and refers to the same images. Columns and keys that the new layout cannot store are listed. For a YAML list
+of datasets from VLM-R1, all are converted, and the option data.train for the recipe is printed.
 """
 
 import argparse
@@ -35,9 +34,9 @@ from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
 
-SAMPLE = 100  # number of rows by which the layout is recognized
-MAX_NAMES = 20  # dropped columns and keys that are listed
-BATCH = 100  # rows that are written to a parquet file together
+SAMPLE = 100  # rows to recognize the layout by
+MAX_NAMES = 20  # dropped columns and keys to list
+BATCH = 100  # rows per parquet write
 
 
 def main(arguments: list[str]) -> int:
@@ -63,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
-    """Convert the rows of a file; return the path of the converted file, or the original path if no row changes."""
+    """Convert a file; return the path of the new file, or the original if no row changes."""
     sample = list(islice(source_rows(path, options), SAMPLE))
     if not sample:
         raise ValueError(f"{path} has no rows")
@@ -72,7 +71,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
-    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # where the rows without one are
+    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # where rows lack one
 
     def converted() -> Iterator[dict]:
         for found in (dropped, changed, *lacking.values()):
@@ -106,7 +105,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
 
 
 def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> dict:
-    """Convert a row to minivlmrl's layout, and check the new row; count in `dropped` what the conversion loses."""
+    """Convert a row to minivlmrl's layout and check it; count losses in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
@@ -116,7 +115,7 @@ def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> dict:
 
 
 def report_dropped(dropped: Counter, out: Path):
-    """Print what the conversion dropped, and the unit of the boxes that it wrote into the texts."""
+    """Print what was dropped, and the unit of boxes written into texts."""
     if dropped.pop(BOX_UNIT, 0):
         print(
             "the boxes of `objects` stay in pixels of the image file. If your model uses a different unit, such as "
@@ -137,7 +136,7 @@ def has_answer(row: dict) -> bool:
 
 
 def report_lacking(lacking: dict[str, list[str]], num_rows: int):
-    """Print how many rows have no question or no answer; if no row has a question, data.prompt_template contains it."""
+    """Print how many rows have no question or no answer; without any, the question is in data.prompt_template."""
     refusals = {
         "question": "no question (problem, prompt or messages), for example {}: a run refuses them",
         "answer": "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them",
@@ -149,7 +148,7 @@ def report_lacking(lacking: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in an error, even for a value whose form no reader expects, such as a number instead of a list."""
+    """Name the row in errors, even for values no reader expects, such as a number instead of a list."""
     with error_context(where):
         try:
             yield
@@ -163,7 +162,7 @@ def row_errors(where: str) -> Iterator[None]:
 def check_new_row(row: dict, folder: Path):
     """Raise ValueError if a run would refuse a converted row."""
     json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair cannot be written
-    # Rows without a prompt, such as those of an imagefolder, need data.prompt_template in the recipe.
+    # rows without a prompt, such as an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     checked_row(row, (), row.keys() - {"label"}, options, folder)
 
@@ -175,7 +174,7 @@ def check_renamed(renamed: dict[str, str], names: set[str]):
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
-    """Yield the rows of a file with renamed columns, and add the old column names to the set `names`."""
+    """Yield the rows of a file with renamed columns; add old column names to `names`."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
@@ -203,13 +202,13 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder to which the image paths in the rows are relative."""
+    """Return the folder to which image paths are relative."""
     folder, _ = split_of(path)
     return folder if folder.is_dir() else folder.parent
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Return the path of the converted file, which is a parquet file if the rows contain image bytes."""
+    """Return the path of the converted file: parquet if rows contain image bytes."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
@@ -229,11 +228,11 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write rows to a JSON Lines or parquet file; for parquet, a first pass over the rows finds the column types."""
+    """Write rows to a JSON Lines or parquet file; a first pass finds parquet's column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
-                # JSON cannot store bytes, so the bytes of images are encoded as base64.
+                # JSON cannot store bytes: base64
                 row = map_nested(row, lambda content: b64encode(content).decode(), bytes)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return
@@ -254,14 +253,14 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches of rows with the same columns, because pyarrow ignores columns that the first row lacks."""
+    """Yield batches of rows with the same columns: pyarrow ignores those missing in the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert each file in a YAML list of datasets, and yield the entries of the recipe's option data.train."""
+    """Convert the files in a YAML list of datasets, and yield entries for data.train."""
     with error_context(path):
         content = parse_yaml(path.read_text(encoding="utf-8"))
         listed = content.get("datasets") if isinstance(content, dict) else None

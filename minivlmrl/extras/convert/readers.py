@@ -1,6 +1,6 @@
-"""Convert the columns of a row from another project's layout to the layout in docs/data.md.
+"""Convert columns from other projects' layouts to the layout in docs/data.md.
 
-Unknown columns stay in the row.
+Unknown columns stay.
 """
 
 import json
@@ -16,40 +16,40 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has a different layout
+Reader = Callable[["Columns"], "Columns | None"]  # None if the row has a different layout
 ANSWERS = ("response", "output", "suffix", "answer")
-# columns of other projects that are left over if another column has the same content; `convert` drops them
+# columns of other projects, dropped by `convert` if another column has the same content
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
 )  # fmt: skip
-SPEAKERS = {  # {name of a speaker: role}
+SPEAKERS = {  # {speaker: role}
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
 }
-KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn that a run reads
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn to keep
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
-# columns that may contain a list as text, and among them those whose text is an answer
+# columns that may hold a list as text; first those with answers
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# what `convert` prints after it has written the boxes of the `objects` column into the texts
+# printed by `convert` after it has written boxes from `objects` into texts
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
-TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {tag of ms-swift: its list in the column `objects`}
+TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
 VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_end\|>")
 
 
 class Columns(dict):
-    """The columns of a row, without missing values. `dropped` counts the columns and keys that the conversion loses."""
+    """Columns of a row, without missing values; `dropped` counts lost columns and keys."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # value == value is False for NaN, which pandas writes for a missing value
+        # value == value is False for NaN, a missing value in pandas
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -58,14 +58,14 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove a column from the row, return its value, and count the column in `dropped` if it is not empty."""
+        """Remove a column, return its value, and count it in `dropped` unless empty."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Parse lists that are written as text, and move boxes, image tags and answer choices into the texts."""
+    """Parse lists in text form, and move boxes, image tags and choices into the texts."""
     columns = Columns(row, dropped)
     read_lists(columns)
     fill_objects(columns)
@@ -78,7 +78,7 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 
 
 def finish(row: Columns) -> dict:
-    """Rename the columns with answers, solution and image to the names in docs/data.md."""
+    """Rename answer, solution and image columns as in docs/data.md."""
     name = next((name for name in ANSWERS[:2] if name in row), None)
     if name and not {"messages", "completion", "chosen"} & {*row}:
         row["completion"] = row.pop(name)
@@ -87,7 +87,7 @@ def finish(row: Columns) -> dict:
     truths = [name for name in ("reward_model", "answer", "ground_truth") if name in row]
     if truths and "solution" not in row:
         truth = row.pop(truths[0])
-        if truths[0] == "reward_model":  # verl's {"style": "rule", "ground_truth": ...}
+        if truths[0] == "reward_model":  # verl: {"style": "rule", "ground_truth": ...}
             require(isinstance(truth, dict), "column 'reward_model'", truth, "an object with ground_truth")
             row.dropped.update(f"key {key!r} of reward_model" for key in truth if key != "ground_truth")
             truth = truth.get("ground_truth")
@@ -100,7 +100,7 @@ def finish(row: Columns) -> dict:
 
 
 def read_lists(row: Columns):
-    """Parse the columns whose list is written as JSON or Python text, as in files from pandas and in CSV files."""
+    """Parse columns with a list as JSON or Python text, as in CSV files and files from pandas."""
     for name in LISTS:
         value = row.get(name)
         if not isinstance(value, str):
@@ -111,12 +111,12 @@ def read_lists(row: Columns):
         is_question = name in QUESTIONS and all(isinstance(item, str) for item in items)
         row[name] = items[0] if is_question and len(items) == 1 else items
     for name in ("image", "images"):
-        if isinstance(value := row.get(name), list):  # one list of images for each turn
+        if isinstance(value := row.get(name), list):  # one list of images per turn
             row[name] = [item for items in value for item in (items if isinstance(items, list) else [items])]
 
 
 def read_conversations(row: Columns) -> Columns | None:
-    """Read `conversations`, whose turns have `from` and `value`: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
+    """Read `conversations` with turns {from, value}: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
     name = next((name for name in ("conversations", "conversation") if name in row), None)
     if name is None or is_pairs(row[name], "human"):
         return None
@@ -134,21 +134,21 @@ def read_conversations(row: Columns) -> Columns | None:
 
 
 def read_messages(row: Columns) -> Columns | None:
-    """Read `messages` with the roles of ms-swift; another column may have a rejected answer or a label."""
+    """Read `messages` with ms-swift roles, and a rejected answer or label from another column."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
         return None
     turns = read_turns(row.pop("messages"), "messages", row.dropped)
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
-    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # label: an answer for KTO, which may be wrong
+    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # label: KTO answer, may be wrong
     if isinstance(answer, str) and is_right:
         row.setdefault("solution", answer)
     return split_pair(row, turns)
 
 
 def read_pairs(row: Columns) -> Columns | None:
-    """Read turns in pairs: `conversation` of ms-swift with human and assistant, `texts` of the_cauldron."""
+    """Read turns in pairs: `conversation` in ms-swift (human, assistant), `texts` in the_cauldron."""
     for name, asked, said in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
         if is_pairs(row.get(name), asked):
             turns = []
@@ -165,14 +165,14 @@ def is_pairs(value: Plain, asked: str) -> bool:
 
 
 def read_question(asked: str) -> Reader:
-    """Return a function that reads rows with a question column, such as "query", and an answer column."""
+    """Return a reader for rows with a question column, such as "query", and an answer column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
             return None
         question = row.pop(asked)
         require(isinstance(question, str), f"column {asked!r}", question, "text")
-        if extra := row.pop("input", None):  # Alpaca's column with additional text for the question
+        if extra := row.pop("input", None):  # Alpaca's additional text for the question
             question = f"{question}\n{extra}"
         turns = []
         history = row.pop("history", None) or []
@@ -194,7 +194,7 @@ def read_question(asked: str) -> Reader:
 
 
 def read_rendered(row: Columns) -> Columns | None:
-    """Read a conversation that Qwen's chat template has already rendered as text."""
+    """Read a conversation already rendered by Qwen's chat template."""
     names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
     if not names:
         return None
@@ -212,7 +212,7 @@ def read_rendered(row: Columns) -> Columns | None:
 
 
 def read_ours(row: Columns) -> Columns | None:
-    """Keep a row that already has the columns of docs/data.md; only the role names of its turns may change."""
+    """Keep a row in our layout; only role names may change."""
     if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
@@ -237,7 +237,7 @@ def drop_repeated_prompt(row: Columns):
             "prompt, or the turns before the answer in `chosen` and `rejected`"
         )
     for name in ("prompt", "problem"):
-        row.pop(name, None)  # the conversations repeat it
+        row.pop(name, None)  # repeated by the conversations
 
 
 READERS: dict[str, Reader] = {
@@ -249,7 +249,7 @@ READERS: dict[str, Reader] = {
     "prefix": read_question("prefix"),
     "question": read_question("question"),
     "rendered": read_rendered,
-    "ours": read_ours,  # used only if no other layout fits
+    "ours": read_ours,  # only if no other layout fits
 }
 
 
@@ -262,7 +262,7 @@ def turn_of(role: str, content: Plain) -> dict:
 
 
 def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
-    """Convert the turns of a conversation to messages with `role` and `content`."""
+    """Convert turns to messages with `role` and `content`."""
     require(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
     turns = []
     for number, turn in enumerate(raw_turns):
@@ -279,7 +279,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
         if value is None and not turn.get("tool_calls"):
             raise ValueError(f"turn {number} of {name!r} has no text; add its text, or remove the row")
         value = text_of_value(value)
-        if speaker in ("function_call", "tool_call"):  # a tool call is written in Qwen's format
+        if speaker in ("function_call", "tool_call"):  # tool call, in Qwen's format
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
                 expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
@@ -294,13 +294,13 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def text_of_value(value: Plain) -> Plain:
-    """Convert an answer that is a number, a list of numbers or another object, as in VLM-R1's data, to text."""
+    """Convert an answer to text if it is a number, a list of numbers or an object, as in VLM-R1."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
     return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Put a conversation into a row: as a preference pair if the row has a rejected answer, else as `messages`."""
+    """Add a conversation to a row: as a preference pair if there is a rejected answer, else as `messages`."""
     is_answered = turns[-1]["role"] == "assistant" if turns else False
     if not is_answered:
         return row.put(prompt=turns, **read_pair(row))
@@ -316,20 +316,20 @@ def split_pair(row: Columns, turns: list[dict]) -> Columns:
 
 
 def read_pair(row: Columns) -> dict:
-    """Read LLaMA-Factory's `chosen` and `rejected`, each a single turn with `from` and `value`."""
+    """Read LLaMA-Factory's `chosen` and `rejected`, single turns with `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: read_turns([row[name]], name, row.dropped) for name in names}
 
 
 def add_choices(row: Columns):
-    """Append the choices in the columns `options`, `choices` or A, B, C to a question that lists no choices."""
+    """Append choices from `options`, `choices` or A, B, C to a question without choices."""
     letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
     name = next((name for name in ("options", "choices") if row.get(name)), None)
     choices: Plain = row[name] if name else [row[letter] for letter in letters]
     column = next((name for name in QUESTIONS if name in row), None)
     if not choices or column is None:
         return
-    if isinstance(choices, str):  # a list of numbers as a text
+    if isinstance(choices, str):  # a list of numbers as text
         choices = parse_literal(choices) if choices.startswith("[") else choices
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "the list of choices", choices, "a list of at most 26 texts")
@@ -338,13 +338,13 @@ def add_choices(row: Columns):
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = row.get("answer", row.get("solution"))
-    # An index, as in AI2D, is not an answer: it is unclear whether indices begin with 0, and the prompt lists letters.
+    # an index, as in AI2D, is no answer: its first value may be 0 or 1, and the prompt lists letters
     is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
     is_choice = not is_index or str(answer).strip() in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
-        for letter in [name] if name else letters:  # the question already lists the choices
+        for letter in [name] if name else letters:  # choices already in the question
             row.drop(letter)
         return
     lines = [row.pop("hint", ""), row[column]]
@@ -356,13 +356,13 @@ def add_choices(row: Columns):
 
 
 def fill_objects(row: Columns):
-    """Replace ms-swift's tags <ref-object> and <bbox> with the names and boxes in the `objects` column."""
+    """Replace ms-swift's tags <ref-object> and <bbox> with names and boxes from `objects`."""
     objects = row.get("objects")
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
     if objects is None or not any(tag in text for tag in TAGS):
         return
     objects = parse_json(row.pop("objects")) if isinstance(row["objects"], str) else row.pop("objects")
-    if isinstance(objects, list):  # older files: a list with the caption and the boxes of each object
+    if isinstance(objects, list):  # older files: one list per object, with caption and boxes
         fits = all(isinstance(one, dict) and isinstance(one.get("bbox"), list) and "caption" in one for one in objects)
         require(fits, "column 'objects'", objects, "an object with ref and bbox, or a list with caption and bbox")
         boxes = [box for one in objects for box in one["bbox"]]
@@ -388,7 +388,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in the `images` column."""
+    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in `images`."""
     paths = []
     if any(name in row for name in MEDIA):
         return
@@ -403,7 +403,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace the tags <image 1>, <image 2> ... with <image>; raise ValueError if the tags are not in order."""
+    """Replace <image 1>, <image 2> ... with <image>; raise ValueError if they are not in order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return
@@ -426,5 +426,5 @@ def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
 def _fits(row: Columns, reader: Reader) -> bool:
     try:
         return reader(row) is not None
-    except ValueError:  # the row has an error, but it has this layout
+    except ValueError:  # right layout, wrong row
         return True

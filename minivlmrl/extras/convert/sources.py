@@ -1,4 +1,4 @@
-"""Read rows of training data from CSV, JSON, parquet or Arrow files, or from folders of images."""
+"""Read rows from CSV, JSON, parquet or Arrow files, or from image folders."""
 
 import csv
 import json
@@ -26,14 +26,14 @@ IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-Rows = Iterator[tuple[str, dict]]  # each row's location, such as "rows.csv:3", and its columns
+Rows = Iterator[tuple[str, dict]]  # (location, such as "rows.csv:3", columns)
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield the rows of a file, a folder, or one split of a folder, as in "folder@train".
+    """Yield the rows of a file, a folder, or a split, as in "folder@train".
 
     Raises:
-        ValueError: the file cannot be read, or the folder contains no file of rows.
+        ValueError: the file cannot be read, or the folder has no file of rows.
     """
     folder, split = split_of(path)
     if split and (folder / split / "state.json").is_file():  # a split of save_to_disk
@@ -54,7 +54,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder from save_to_disk, a folder with files of rows, or one with a subfolder of images per class."""
+    """Read a folder from save_to_disk, a folder with row files, or one with an image subfolder per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         example = f", {folder}/{splits[0]}" if splits else ""
@@ -70,15 +70,15 @@ def _read_folder(folder: Path) -> Rows:
     elif not files:
         if not images:
             raise ValueError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
-        for path in images:  # the folder of an image is its class: the solution of train/cat/1.png is "cat"
+        for path in images:  # the folder is the class: train/cat/1.png has the solution "cat"
             yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
     else:
-        rows = open_rows(folder)  # raises an error that says why the folder cannot be read
+        rows = open_rows(folder)  # its error says why the folder cannot be read
         yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
 
 
 def _read_saved(folder: Path) -> Rows:
-    """Read the Arrow files that save_to_disk of the library datasets wrote."""
+    """Read Arrow files from save_to_disk in datasets."""
     with optional_dependency("parquet", f"{folder}: reading a folder that save_to_disk wrote requires pyarrow"):
         import pyarrow as pa
     number = 0
@@ -94,7 +94,7 @@ def _read_saved(folder: Path) -> Rows:
 
 
 def _saved_files(state: Path) -> list[str]:
-    """Return the names of the Arrow files that a state.json lists; all of them must be in its folder."""
+    """Return the Arrow files in a state.json; all must be in its folder."""
     files = read_json(state).get("_data_files")
     listed = files if isinstance(files, list) else [None]
     names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
@@ -104,9 +104,9 @@ def _saved_files(state: Path) -> list[str]:
 
 
 def _read_coco(path: Path, content: dict) -> Rows:
-    """Read COCO's format: a row for each category in each image.
+    """Read COCO: one row per category and image.
 
-    The solution is the list of boxes (left, top, right, bottom) in pixels, without crowd regions.
+    The solution lists boxes (left, top, right, bottom) in pixels, without crowd regions.
     """
     boxes = defaultdict(list)
     for number, annotation in enumerate(content["annotations"]):
@@ -127,7 +127,7 @@ def _read_coco(path: Path, content: dict) -> Rows:
 
 
 def _is_list(path: Path) -> bool:
-    """Return True if a file contains a JSON list instead of JSON lines."""
+    """Return True for a JSON list, False for JSON lines."""
     with path.open("rb") as file:
         return file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
@@ -142,16 +142,16 @@ def _read_lines(path: Path) -> Rows:
 
 
 def _read_cells(path: Path) -> Rows:
-    """Read a CSV or TSV file, whose first line contains the column names. An empty cell is a missing column."""
+    """Read a CSV or TSV file, with column names in the first line. Empty cells are missing columns."""
     csv.field_size_limit(2**31 - 1)
-    # When csv.Error is raised, `where` still names the previous row, so error_context would name the wrong row.
+    # on csv.Error, `where` still names the previous row: no error_context
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)
         separator = max(",\t;|", key=first_line.count)  # Excel writes semicolons in many countries
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
-        start = 1  # number of the first line of the row
+        start = 1  # first line of the row
         try:
             for cells in reader:
                 where, start = f"{path}:{start}", reader.line_num + 1
@@ -190,7 +190,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _list_of_cell(name: str, cell: str) -> Plain:
-    """Parse a list or an object that is written in JSON, or in Python syntax as in files from pandas."""
+    """Parse a list or object in JSON, or in Python syntax as in files from pandas."""
     with error_context(f"column {name!r}"):
         try:
             return parse_json(cell, ROW_DECODER.decode)
@@ -202,7 +202,7 @@ def _list_of_cell(name: str, cell: str) -> Plain:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a missing quote seems to have joined several rows of a CSV file in one cell."""
+    """Return True if a missing quote seems to have joined CSV rows into one cell."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

@@ -1,4 +1,4 @@
-"""Write a row in another project's layout, with absolute paths, because projects resolve relative paths differently."""
+"""Write rows in other projects' layouts, with absolute paths: projects resolve relative ones differently."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from minivlmrl.errors import truncate
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for TRL: a prompt with answers, or `messages` for a conversation with several answers.
+    """Write a row for TRL: a prompt with answers, or `messages` for several answers in a conversation.
 
-    In a column `completion` with several answers, TRL would also train on the user's turns between the answers.
+    With several answers in `completion`, TRL would also train on user turns between them.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise ValueError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, for rows beside others with images
+    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, beside rows with images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
@@ -33,7 +33,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Remove image paths from a turn, because TRL reads the paths from the `images` column."""
+    """Remove image paths from a turn: TRL reads them from `images`."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -42,14 +42,14 @@ def plain(turn: dict) -> dict:
 
 
 def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
-    """Remove the keys that exclude a turn from the loss, and count in `dropped` the answers that had such a key."""
+    """Remove keys that exclude turns from the loss, and count these answers in `dropped`."""
     untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
     dropped.update("the mark that excludes an answer from training" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
 
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags, images, and a rejected answer."""
+    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags, images, rejected answer."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
@@ -97,14 +97,14 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as in training; return the row, its images and videos, and all other columns."""
+    """Read a row as in training; return it with its images and videos, and all other columns."""
     row, media = checked_row(columns, ("problem",), columns, RowOptions(), folder)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the turns of the prompt and of each answer, and append the answers' images to a row's list of media."""
+    """Return the turns of prompt and answers, and append the answers' images to the media."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -114,12 +114,12 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
                 raise ValueError("the chosen and the rejected answer must show the same images in other layouts")
-    untrained = {"loss": False} if answers else {}  # an answer in the prompt
+    untrained = {"loss": False} if answers else {}  # answer in the prompt
     return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
 
 
 def tagged(turn: dict) -> dict:
-    """Return a turn as text, in which the tags <image> and <video> mark the positions of images and videos."""
+    """Return a turn as text, with <image> and <video> tags in place of media."""
     texts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -132,7 +132,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's media, and count in `dropped` their options, such as max_pixels."""
+    """Return absolute paths of the media, and count their options, such as max_pixels, in `dropped`."""
     listed = []
     for item in media:
         if item.kind == kind:
