@@ -37,14 +37,14 @@ from minivlmrl.run.setup import build_model
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    # Images and videos are read before the weights are loaded, so that a wrong file name is reported at once.
+    # before the weights: report a wrong file name at once
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
     prompt = row.prompt(processor)
     sampling = config.sampling
     sampling.engine = "native"
-    sampling.cuda_graph = "never"  # because each token is printed as soon as it is sampled
+    sampling.cuda_graph = "never"  # tokens are printed one by one
     stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids)
     print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = make_sampler(model, processor, sampling, world)
@@ -61,7 +61,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings and stopping rules saved beside the model, or defaults, and the user's options."""
+    """Load prompt settings and stopping rules saved with the model, or defaults, and the user's options."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
@@ -93,11 +93,11 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Print an answer while its tokens are sampled, without end-of-sequence tokens."""
+    """Print an answer during sampling, without end-of-sequence tokens."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # If several tokens share the bytes of a character, the decoder waits for the last byte.
+        # a character's bytes may span several tokens: wait for the last
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
@@ -107,7 +107,7 @@ class Stream:
                 print(self.decoder.decode(text), end="", flush=True)
 
     def end(self):
-        """End the line. If the last character is incomplete, U+FFFD (the replacement character) is printed."""
+        """End the line; print U+FFFD (replacement character) for an incomplete last character."""
         print(self.decoder.decode(b"", final=True))
 
 

@@ -1,17 +1,16 @@
-"""Answer the rows in a data file, and write one line per row and a summary; the `evaluate` command also scores answers.
+"""Answer the rows in a data file, and write one line per row and a summary; `evaluate` also scores answers.
 
 minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
-A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations. As in the evaluations of a run, the recipe's top_k, top_p, min_p and repetition_penalty are not used. The
-default recipe is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml with the prompt template {problem}.
-If the model is in the folder of a run, and the run's config.yaml contains all options in minivlmrl.yaml, then
-config.yaml is the recipe, because it also lists the rewards. --model is the folder of a model or of an adapter. The
-options of an adapter are read from its folder, except adapter.quantize, which is read from the recipe that trained the
-adapter.
+--model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
+and evaluation rewards; its top_k, top_p, min_p and repetition_penalty are not used, as in evaluations during a run.
+Default recipe: minivlmrl.yaml beside the weights, else recipes/own_data.yaml with the prompt template {problem}. If the
+model is in a run folder, whose config.yaml has all options of minivlmrl.yaml, config.yaml is the recipe, because it
+also lists the rewards. Adapter options are read from the adapter folder, except adapter.quantize, which is in the
+recipe that trained it.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run the `evaluate` command, or the `generate` command, which does not compute rewards."""
+    """Run `evaluate`, or `generate`, which computes no rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError(
@@ -106,10 +105,10 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe, with the model and the data file from the command line."""
+    """Load the recipe, with model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # A model without a recipe was not trained with a prompt template, so the prompt is the question alone.
+    # no recipe: not trained with a prompt template, so the prompt is the question alone
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -131,9 +130,9 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
             raise ValueError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
-    is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # If a recipe from a model's folder names a code file as a training reward, load_config raises an error. To avoid
-    # this error, the training rewards are read only if data.eval_rewards is not set.
+    is_found = options.recipe is None  # only a recipe named by the user may load code from files
+    # load_config refuses code files as training rewards in a recipe from a model folder; these rewards are read only
+    # if data.eval_rewards is not set
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -145,7 +144,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print which prompt options had different values when the model was trained."""
+    """Print prompt options that had other values in training."""
     trained = find_recipe(options.model) if options.recipe else None
     data = read_section(trained, "data")
     names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in data]
@@ -157,7 +156,7 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Return the recipe of the run that trained a model, or else the model's own minivlmrl.yaml, if there is one."""
+    """Return the recipe of the run that trained a model, else its minivlmrl.yaml, if any."""
     own = find_folder(model) / INFERENCE_CONFIG
     own_options = read_yaml(own) if own.is_file() else {}
     for folder in Path(model).absolute().parents[:3]:  # RUN is a parent of RUN/best/checkpoint
@@ -168,7 +167,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return True if a recipe has all given options, with the same values; if not, another run trained the model."""
+    """Return True if a recipe has all options, with equal values; otherwise another run trained the model."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
@@ -178,7 +177,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # An answer without a score has the reward NaN, which becomes null in JSON.
+        # no score: NaN, null in JSON
         scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {
@@ -193,7 +192,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers, and the mean of each reward over the rows that have a score."""
+    """Compute the fraction of truncated answers, and mean rewards over rows with a score."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
