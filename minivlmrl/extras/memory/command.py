@@ -1,12 +1,12 @@
-"""Estimate the memory that a run needs on each GPU, phase by phase.
+"""Estimate the GPU memory for a run, per GPU and phase.
 
 minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
---image_tokens, all prompts are assumed to be of the same size. --gpu_memory is a size in GB, a card such as T4 or 4090,
-or auto for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the shortest time that a
-training step can take. The file extras/memory/estimate.py explains the memory estimate.
+Weights are not read. Rows are measured if they exist; otherwise, or with --text_tokens or --image_tokens, all prompts
+are assumed to be of the same size. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for the free memory
+of this machine's GPU. For a known GPU, `memory` also prints the minimum time per training step. How the estimate works:
+extras/memory/estimate.py.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def row_text(row: RowSize) -> str:
 
 
 def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return the memory in bytes and the data sheet of the GPU that the option --gpu_memory describes."""
+    """Return memory in bytes and data sheet for --gpu_memory."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
@@ -114,17 +114,16 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card that is not in CARDS
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card, not in CARDS
         return float(text) * GB, None
     raise ValueError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return each phase's shortest time in a training step on one GPU, in seconds, according to the GPU's data sheet.
+    """Return the minimum seconds per phase of a training step on one GPU, from its data sheet.
 
-    Three assumptions: all prompts are as long as the longest prompt, matrix products run at the GPU's peak rate, and a
-    decode step reads the decoder's weights and the KV cache once. The time for attention, activation functions and the
-    CPU is not counted.
+    Assumptions: all prompts are as long as the longest, matrix products run at peak rate, and a decode step reads
+    decoder weights and KV cache once. Not counted: attention, activation functions, CPU.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -155,14 +154,14 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
         seconds["score"] = forward
     seconds["train"] = compute(inputs, backward=True) + forward * config.model.activation_checkpointing
     items = persistent_items(question)
-    # The optimizer step reads and writes AdamW's moments and the weights, and reads the gradients.
+    # AdamW reads and writes moments and weights, and reads gradients
     trained = bytes_of(trained_parameters(question.models))
     seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
     return seconds
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Count the bytes of GPU memory that a decode step reads and writes for the decoder's weights."""
+    """Count bytes that a decode step reads and writes for the decoder weights."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
@@ -196,15 +195,16 @@ def disk_text(question: MemoryQuestion) -> str:
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the prompt size that the options --text_tokens, --image_tokens and --frames describe."""
+    """Return the prompt size from --text_tokens, --image_tokens and --frames."""
     given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
-    """Open the dataset of a recipe, and the processor that counts the tokens of a row.
+    """Open a recipe's dataset, and the processor that counts tokens.
 
-    Returns None if the recipe names no rows, its files do not exist, or the model's folder has no tokenizer.
+    Returns:
+        None if the recipe names no rows, files do not exist, or the model folder has no tokenizer
     """
     data = config.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
@@ -249,7 +249,7 @@ def model_config(name: str | Path) -> ModelConfig:
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
-    """Format a memory estimate in GB as a Markdown table with a column for each phase of training."""
+    """Format an estimate in GB as a Markdown table, with a column per phase."""
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
     for name in item_names:

@@ -56,7 +56,7 @@ TYPICAL_ROWS = (RowSize(),)  # if the rows are unknown
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Prompts, completions and tokens of a micro-batch or sampling batch."""
+    """Prompts, completions and tokens in a micro-batch or sampling batch."""
 
     prompts: int
     num_generations: int  # completions per prompt
@@ -68,7 +68,7 @@ class BatchShape:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count the bytes of all tensors created in a `with` block."""
+    """Count bytes of new tensors in a `with` block."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
@@ -119,13 +119,13 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
 
 @runtime_checkable
 class HasState(Protocol):
-    """Interface of layers with a state instead of keys and values."""
+    """Layers with a state instead of keys and values."""
 
     def initial_state(self, rows: Tensor) -> list[Tensor]: ...
 
 
 class TrainedModels(nn.Module):
-    """The trained models: the policy, and PPO's critic if it is a separate model."""
+    """Trained models: the policy, and PPO's critic if separate."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -138,7 +138,7 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimate the memory of parameters, forward and backward pass of a model.
+    """Estimate parameter and activation memory of a model.
 
     Args:
         before_ampere: compute capability below 8.0: no attention kernels in bfloat16.
@@ -153,7 +153,7 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
-        """Read the config of a model folder, not its weights."""
+        """Read config.json in a model folder, no weights."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
@@ -176,7 +176,7 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, config.model.freeze))
 
     def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return peak bytes of activations, forward and, if `train`, backward."""
+        """Return peak activation bytes, forward and, if `train`, backward."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train) as (models, live):
             if train:
@@ -190,7 +190,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return peak bytes of the forward pass over a rollout's prompts, with the KV cache."""
+        """Return peak bytes when rollout prompts run, with the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
@@ -220,7 +220,7 @@ class MemoryEstimator:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the bytes of a rollout's KV cache, with recurrent states; completions share their prompt's keys."""
+        """Return KV-cache bytes for a rollout, with recurrent states; completions share their prompt's keys."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         modules = self.model.modules()
         layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
@@ -288,16 +288,16 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """Return the share of a sharded tensor on one GPU, 0.25 for four shards."""
+        """Return one GPU's share in sharded tensors, 0.25 for four shards."""
         sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the memory of each phase on one GPU.
+    """Estimate memory per phase on one GPU.
 
     Returns:
-        {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}.
+        {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}
     """
     samples = question.trainer.samples_completions
     work = training_batch(question)
@@ -331,7 +331,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch that one GPU samples in a rollout."""
+    """Return the largest batch per GPU in a rollout."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
@@ -340,7 +340,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch that one GPU samples in an evaluation."""
+    """Return the largest batch per GPU in an evaluation."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -348,11 +348,11 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the largest batch of rows of the given sizes.
+    """Return the largest batch from rows with these sizes.
 
     Args:
-        completions: completion lengths of a prompt, in tokens.
-        whole: all completions of a prompt in one batch.
+        completions: lengths per prompt, in tokens.
+        whole: all completions for a prompt in one batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -379,7 +379,7 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights in the compute dtype; NF4 stays in 4 bits."""
+    """Return weight bytes in the compute dtype; NF4 stays in 4 bits."""
     total = 0
     for parameter in module.parameters():
         used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -388,7 +388,7 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return peak bytes of the weights that FSDP gathers in a forward pass."""
+    """Return peak bytes that FSDP gathers in a forward pass."""
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
@@ -424,7 +424,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    # evaluations of SFT also score known answers
+    # SFT evaluations also score known answers
     items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
@@ -451,7 +451,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
         # all weights stay gathered, with float32 gradients
-        # plus gradients of two blocks in the weight dtype
+        # plus gradients for two blocks, in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -466,13 +466,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return peak bytes of logits while log-probabilities are computed."""
+    """Return peak logit bytes while log-probabilities are computed."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return unsharded bytes of what all phases need, such as weights and optimizer state."""
+    """Return unsharded bytes needed in all phases, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -495,7 +495,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of the reference model without shared weights."""
+    """Return reference-model bytes without shared weights."""
     config, policy = question.config, question.models.policy
     if config.reference.path is not None:
         return MemoryEstimator.from_folder(config.reference.path).parameters * question.dtype.itemsize
@@ -505,12 +505,12 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the largest phase, with the reserve."""
+    """Return bytes in the largest phase, with the reserve."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a training state on disk."""
+    """Return bytes of a training state on disk."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

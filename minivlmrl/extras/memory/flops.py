@@ -15,14 +15,14 @@ from minivlmrl.model.plain_weights import PackedLinear
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """Interface of configs with experts."""
+    """Configs with experts."""
 
     num_experts: int
     num_experts_per_tok: int
 
 
 class Card(NamedTuple):
-    """Data sheet of a GPU."""
+    """GPU data sheet."""
 
     flops: float  # per second: dense bfloat16 products with float32 sums
     bandwidth: float  # memory, bytes per second
@@ -77,7 +77,7 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # part of the name of another card
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # parts of other cards' names
 
 
 def find_card(name: str) -> Card | None:
@@ -92,7 +92,7 @@ def find_card(name: str) -> Card | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (name, values, is trained) of weight matrices.
+    """Yield (name, values, is trained) for weight matrices.
 
     Embeddings take no FLOPs and are left out; a tied head counts under its own name.
     """
@@ -106,7 +106,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def active_share(model_config: ModelConfig) -> float:
-    """Return the share of experts that compute a token."""
+    """Return the share of experts per token."""
     assert isinstance(model_config, HasExperts)
     return model_config.num_experts_per_tok / model_config.num_experts
 

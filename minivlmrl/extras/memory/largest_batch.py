@@ -1,4 +1,4 @@
-"""Run the largest batches of a training stage before its first step, so that a lack of memory is found early."""
+"""Try the largest batches of a stage before its first step, to detect a lack of memory early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the largest readable rows of a dataset, and repeat them if the dataset has too few rows."""
+    """Return the n largest readable rows, repeated if there are fewer."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -41,12 +41,11 @@ def try_largest_batches(
 ):
     """Sample completions and compute gradients for the largest batches once, to test whether they fit in memory.
 
-    Weights, optimizer state and random generators do not change; all gradients are removed.
+    Weights, optimizer state and random generators do not change; gradients are removed.
 
     Args:
-        datasets: {name of a training stage: its rows}, and the held-out rows under "eval".
-        optimizer_bytes: size of the optimizer state on this GPU. Memory of this size is reserved, because the optimizer
-            creates its state only in the first step.
+        datasets: {stage: rows}, with held-out rows under "eval".
+        optimizer_bytes: on this GPU; reserved, because the optimizer creates its state only in the first step.
     """
     config, world = trainer.config, trainer.world
     rows = datasets[trainer.stage]
@@ -77,7 +76,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample one token per completion, with a KV cache for max_new_tokens tokens."""
+    """Sample one token per completion, with a KV cache for max_new_tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

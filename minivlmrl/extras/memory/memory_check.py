@@ -35,25 +35,25 @@ from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# names of a step's phases in the memory estimate, and the matching names in memory/out_of_memory.py
+# {phase of the estimate: phase in memory/out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-NUM_HEAVIEST = 64  # rows that are measured
-# items of a memory estimate that are models
+NUM_HEAVIEST = 64  # rows to measure
+# model entries of the estimate
 MODELS = "weights", "reference", "critic", "policy"
 
 
 class MemoryCheck(Callback):
     """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
 
-    On a GPU, the class also tries the largest batches before the first step, because an estimate can be wrong.
+    On a GPU, it also tries the largest batches before the first step, because an estimate can be wrong.
     """
 
-    estimator: MemoryEstimator | None = None  # None for a model with random weights
+    estimator: MemoryEstimator | None = None  # None for random weights
 
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: result of estimate_phases}
-        self.questions = {}  # {stage: its question with measured rows}, only on a GPU
-        if config.model.path is None:  # models with random weights are so small that they fit
+        self.questions = {}  # {stage: question with measured rows}, on a GPU only
+        if config.model.path is None:  # random weights: small enough to fit
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:
@@ -90,8 +90,8 @@ def measure_datasets(
 
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the sizes of a dataset's largest rows, largest first, without unreadable rows."""
-    indices = range(min(len(rows), NUM_HEAVIEST))  # the rows of data.task are all similar
+    """Return sizes of the largest readable rows, descending."""
+    indices = range(min(len(rows), NUM_HEAVIEST))  # rows of data.task are all similar
     if isinstance(rows, FileDataset):
         counter = patch_counter(processor)
         weights = []
@@ -130,7 +130,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the key of CURES (in out_of_memory.py) that names the largest item of a phase."""
+    """Return the CURES key (out_of_memory.py) for the largest item in a phase."""
     largest = max(items, key=items.__getitem__)
     if largest in MODELS:
         return "weights"
@@ -140,7 +140,7 @@ def cause(phase: str, items: dict[str, float]) -> str:
 
 
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:
-    """Return the largest data.max_pixels with which a stage fits into memory, or 0 if there is none."""
+    """Return the largest data.max_pixels that fits into memory, 0 if none does."""
     vision = question.estimator.config.vision_config
 
     def smaller(rows: Sequence[RowSize], tokens: int) -> list[RowSize]:
@@ -156,7 +156,7 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return the maximum disk space of a stage for checkpoints and for weights, as {name: bytes}.
+    """Return maximum disk space for checkpoints and weights of a stage, {name: bytes}.
 
     The oldest checkpoint is deleted only after the newest has been written.
     """
@@ -178,10 +178,10 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 
 
 def check_disk(question: MemoryQuestion):
-    """Raise ValueError if the disk lacks space for the training states and the weights of a run."""
+    """Raise ValueError if the disk lacks space for training states and weights."""
     config = question.config
     folder = Path(config.output_dir).absolute()
-    earlier = 0  # bytes of an earlier run's files, which this run deletes or replaces
+    earlier = 0  # bytes from an earlier run, deleted or replaced by this one
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -1,4 +1,4 @@
-"""Turn an out-of-memory error into one sentence: the phase, the longest row and an option to change."""
+"""Turn an out-of-memory error into one sentence: phase, longest row, and an option to change."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,14 +18,14 @@ from minivlmrl.trainers.base import Trainer
 
 
 class OutOfMemory(ValueError):
-    """Memory ran out during a run. The message names the phase."""
+    """Memory ran out during a run; the message names the phase."""
 
 
 class OutOfMemoryReport(Callback):
-    """Callback that replaces an out-of-memory error with the exception OutOfMemory."""
+    """Replace an out-of-memory error with OutOfMemory."""
 
     state: TrainerState | None = None  # None before the model is loaded
-    trainer: Trainer | None = None  # the current stage's trainer
+    trainer: Trainer | None = None  # current stage
 
     def on_setup(self, config: RunConfig, world: World):
         self.config, self.gpus = config, world.size
@@ -52,7 +52,7 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
     rows = getattr(error, "rows", ())
     if trainer is not None and rows:
-        with suppress(OSError, ValueError):  # the row itself may be the one that cannot be read
+        with suppress(OSError, ValueError):  # this row may be the one that cannot be read
             parts.append(f"the longest row is {longest_row(trainer, rows)}")
     options = cures(situation.config, stage, phase, situation.gpus)
     cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
@@ -61,7 +61,7 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
-    """Return the file and line of the row with the longest prompt and answers, and their number of tokens."""
+    """Return file and line of the row with the longest prompt and answers, and its tokens."""
     lengths = []
     for row in rows:
         length = len(row.prompt(trainer.processor).input_ids)
@@ -78,7 +78,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
-# {phase of a run, or item of a memory estimate: options that lower its memory, most effective first}
+# {phase or estimate item: options that lower its memory, most effective first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -94,7 +94,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return command-line options that lower the memory of a phase or an item in CURES, such as --adapter.r=16."""
+    """Return command-line options, such as --adapter.r=16, that lower the memory of a phase or item in CURES."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
