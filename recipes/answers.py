@@ -1,6 +1,6 @@
-"""Reward functions that you can copy: number, choice, yes_no, class_name and math compare answers with solutions.
+"""Reward functions to copy: number, choice, yes_no, class_name and math compare answers with solutions.
 
-In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
+In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
 
 The option data.answer_format selects the answer from a completion. An answer that contains two answers, denies the
@@ -19,7 +19,7 @@ from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
 from minivlmrl.errors import optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
-LONGEST = 2000  # maximum characters in an answer; a longer answer gets reward 0
+LONGEST = 2000  # maximum characters in an answer; longer answers get reward 0
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
@@ -27,22 +27,22 @@ def judge_rows(
     name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq,
     log_extra: LogExtra | None = None,
 ) -> list:  # fmt: skip
-    """Parse n answers and n solutions, and compare each answer with the solution of the same row.
+    """Parse n answers and n solutions, and compare them row by row.
 
     Args:
-        name: the reward's name, for error messages.
-        kind: description of a valid solution, for error messages, for example "a number".
-        read: function that parses a text, and returns None if the text is not valid.
-        answer_texts: the n answers.
-        solution: the n solutions.
-        same: function that compares the parsed solution with the parsed answer.
-        log_extra: function that logs the reasons for rewards below 1.
+        name: reward name, for error messages.
+        kind: valid solutions, for error messages, for example "a number".
+        read: parses a text, None = not valid.
+        answer_texts: n answers.
+        solution: n solutions.
+        same: compares the parsed solution with the parsed answer.
+        log_extra: logs reasons for rewards below 1.
     Returns:
-        A list with 1.0 for a correct answer, 0.0 for a wrong answer, and None for a row without a solution.
+        1.0 for correct answers, 0.0 for wrong ones, None for rows without a solution.
     Raises:
-        ValueError: if a solution cannot be parsed.
+        ValueError: a solution cannot be parsed.
     """
-    scored = []  # (reward, reason) for each answer
+    scored = []  # (reward, reason) per answer
     for answer, truth in zip(answer_texts, solution, strict=True):
         truth_text = find_answer(solution_text(truth)) or solution_text(truth)
         if not truth_text.strip():
@@ -65,7 +65,7 @@ def judge_rows(
     return [value for value, _ in scored]
 
 
-MARKUP = [  # (markup of Markdown or LaTeX inside an answer, plain text)
+MARKUP = [  # (Markdown or LaTeX inside an answer, plain text)
     (r"(?<!\w)(\*\*|__)([^*_]+)\1(?!\w)", r"\2"),
     (r"\\(?:text|math)(?:bf|it|rm|sf|tt)?\{([^{}]*)\}", r" \1"),
     (r"\\ |~|\\quad", " "),
@@ -85,7 +85,7 @@ CHOICE = re.compile(
     rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# This pattern finds a second letter in the answer to a multiple-choice question, as in "B or C".
+# second letter in a multiple-choice answer, as in "B or C"
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -93,7 +93,7 @@ YES_NO = re.compile(r"(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B - a dog".
+    """Return 1.0 if the answer is the correct letter, such as B, (b), B. or "B - a dog".
 
     Answers such as "B or C", "not B" and "A, B, C" get reward 0.
     """
@@ -130,11 +130,11 @@ def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
 def class_name(
     answer_texts: list, solution: list, classes: list | str | None = None, log_extra=None, **columns
 ) -> list:
-    """Return 1.0 if the answer is the correct class name. Case, spaces, - and _ are ignored.
+    """Return 1.0 if the answer is the correct class name, ignoring case, spaces, - and _.
 
     Args:
-        classes: list of all class names, or a text file with one name per line. If it is given, an answer may be a
-            sentence that contains exactly one class name and no negation. Otherwise the answer must be only the name.
+        classes: all class names, or a text file with one name per line; with it, an answer may be a sentence that
+            contains exactly one class name and no negation. Otherwise the answer must be only the name.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -155,7 +155,7 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Compile a pattern for whole names, longest first, so that "green square" is not matched as "square"."""
+    """Compile a pattern for whole names, longest first: no match for "square" in "green square"."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
@@ -185,7 +185,7 @@ SPELLINGS = {
     "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "kph": "km/h", "kmh": "km/h", "mph": "mi/h",
     "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "degree": "°",
 }  # fmt: skip
-# Words after a number that change its value or make it ambiguous, as in "3 or 4"
+# words that change the number before them or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghlms])[a-zµ]"
 )
@@ -214,21 +214,20 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
+    """Return 1.0 if the answer is the correct number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
     Answers such as "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), a unit may be
     omitted, and another unit gets reward 0. 50% equals both 0.5 and 50.
 
     Args:
-        tolerance: largest accepted relative error. For example, with 0.05 and the solution 100, answers from 95 to
-            105 are correct.
+        tolerance: maximum relative error; with 0.05 and the solution 100, answers from 95 to 105 are correct.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
     return judge_rows("number", "a number", read_number, answer_texts, solution, same, log_extra=log_extra)
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"). Return None for any other text."""
+    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"); None for any other text."""
     if len(text) > LONGEST_NUMBER:
         return None
     match = NUMBER.fullmatch(" ".join(replace(LATEX, text.lower()).split()))
@@ -255,12 +254,12 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return the symbol of a unit, for example "in" for "inches". Any other word is returned unchanged."""
+    """Return a unit symbol, for example "in" for "inches", or any other word unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
 def _measure(unit: str) -> tuple[str, Fraction]:
-    """Return the kind of a unit, and its size: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
+    """Return kind and size of a unit: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
     if "/" in unit:
         (kind, size), (below, divisor) = map(_measure, unit.split("/"))
         return f"{kind}/{below}", size / divisor
@@ -274,7 +273,7 @@ def _measure(unit: str) -> tuple[str, Fraction]:
 
 
 def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
-    """Return whether two numbers with units are equal up to the relative tolerance."""
+    """Return whether two numbers with units are equal, up to the relative tolerance."""
 
     def near(a: Fraction, b: Fraction) -> bool:
         return abs(a - b) <= tolerance * abs(a)
@@ -283,7 +282,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     b, other_unit = answer
     if unit and other_unit:
         (kind, size), (other_kind, other_size) = _measure(unit), _measure(other_unit)
-        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees of any scale
+        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees on any scale
         return (kind == other_kind or is_degree) and near(a * size, b * other_size)
     a_share = a / 100 if unit == "%" else a
     b_share = b / 100 if other_unit == "%" else b
@@ -291,8 +290,8 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
 
 
 LONGEST_MATH = 300  # maximum characters in a formula
-SECONDS = 2  # time limit for one comparison
-# Formulas with nested powers, large powers or large factorials would take too long to compute.
+SECONDS = 2  # time limit per comparison
+# nested powers, large powers and large factorials would take too long
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
@@ -321,5 +320,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """Return the time limit, or None outside the main thread, where the timeouts of math-verify do not work."""
+    """Return the time limit, None outside the main thread, where timeouts in math-verify do not work."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

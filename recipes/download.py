@@ -1,4 +1,4 @@
-"""Download the images and videos whose URLs are in a file of rows, and write rows with the paths of the files.
+"""Download the images and videos whose URLs are in a file of rows, and write rows with paths.
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
 
@@ -21,23 +21,23 @@ import PIL.Image
 
 from minivlmrl.run.progress_bar import ProgressBar
 
-TIMEOUT = 60  # maximum time in seconds to wait for data
-LONGEST = 600  # maximum seconds for a download, because a server may send one byte a minute
+TIMEOUT = 60  # maximum wait for data, in seconds
+LONGEST = 600  # maximum seconds per download: a server may send one byte a minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
-CHUNK = 2**20  # bytes that are read at once
-# errors after which only one row is left out; HTTPException: the server sent bytes that are not HTTP
+CHUNK = 2**20  # bytes per read
+# errors that leave out one row; HTTPException: bytes that are not HTTP
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
-# Offsets and bytes by which video files are recognized: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
+# (offset, bytes) in video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
 
 
 def main(arguments: list[str]) -> int:
-    """Download all files and write the rows. Return 1 if a download failed, otherwise 0."""
+    """Download all files and write the rows; return 1 if a download failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
     file = parser.parse_args(arguments).rows
     try:
-        lines = file.read_bytes().split(b"\n")  # not splitlines, because a text may contain U+2028
+        lines = file.read_bytes().split(b"\n")  # not splitlines: texts may contain U+2028
     except OSError as error:
         parser.error(f"{file}: {error.strerror}")
     folder = file.with_suffix(".files")
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, including nested lists and objects, and replace it with the path of the file.
+    """Download every URL in a row, including nested lists and objects, and replace it with the path.
 
-    A text that contains a URL and other words is not changed.
+    Texts with a URL and other words are not changed.
     """
     if isinstance(value, dict):
         return {key: replaced(item, folder) for key, item in value.items()}
@@ -78,10 +78,10 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download an image or a video to a file whose name is a hash of its URL, and return the path.
+    """Download an image or a video to a file named by a hash of its URL, and return the path.
 
     Raises:
-        OSError, ValueError, HTTPException: if the download fails, takes too long, or is neither an image nor a video.
+        OSError, ValueError, HTTPException: the download fails, takes too long, or is neither an image nor a video.
     """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
@@ -95,7 +95,7 @@ def download(url: str, folder: Path) -> Path:
 
 
 def read(url: str) -> bytes:
-    """Return a URL's content."""
+    """Return the content at a URL."""
     content = bytearray()
     ends = time.monotonic() + LONGEST
     with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
@@ -113,7 +113,7 @@ def read(url: str) -> bytes:
 def check_media(url: str, content: bytes):
     """Raise ValueError unless the content begins like an image or a video.
 
-    Servers often send an empty file, or a page about an error, instead of an image that no longer exists.
+    Servers often send an empty file, or an error page, instead of a missing image.
     """
     if any(content[start:].startswith(mark) for start, mark in VIDEOS):
         return

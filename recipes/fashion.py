@@ -1,4 +1,4 @@
-"""The data set Fashion-MNIST as a task for recipes/fashion.yaml: name the piece of clothing in a small photograph.
+"""The task Fashion-MNIST for recipes/fashion.yaml: name the piece of clothing in a small photograph.
 
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
@@ -27,21 +27,21 @@ from minivlmrl.tasks.registry import Task
 
 LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 PROBLEM = "Which piece of clothing?"
-SIZE = 42  # image side in pixels; with patches of 7 pixels, an image has 9 tokens
-FILES = {"train": "train", "test": "t10k"}  # split: prefix in its file names
+SIZE = 42  # image side in pixels; 9 tokens with patches of 7 pixels
+FILES = {"train": "train", "test": "t10k"}  # split: file name prefix
 
 
 @cache
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the photographs (n, 28, 28) and the labels (n,) of the training or test split, both uint8.
+    """Read photographs (n, 28, 28) and labels (n,) of a split, both uint8.
 
     Args:
-        folder: a folder with the four files from Debian's package, or with the parquet files from the Hub.
+        folder: the four files from Debian's package, or the parquet files from the Hub.
     """
     images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
     if images.is_file():
         labels = images.with_name(f"{FILES[split]}-labels-idx1-ubyte.gz")
-        # the headers have 16 and 8 bytes
+        # headers have 16 and 8 bytes
         return (
             np.frombuffer(gzip.decompress(images.read_bytes()), np.uint8, offset=16).reshape(-1, 28, 28),
             np.frombuffer(gzip.decompress(labels.read_bytes()), np.uint8, offset=8),
@@ -61,14 +61,14 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """Rows with those photographs of the training or test split whose indices are in `chosen`."""
+    """Rows with the photographs at the indices `chosen` of a split."""
 
     folder: Path
     split: str
     chosen: Sequence[int]
     seed: int = 0
-    wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
-    exchange_images: bool = False  # show the next row's photograph, as a control
+    wrong_labels: float = 0.0  # fraction of demonstrations with a random label
+    exchange_images: bool = False  # control: show the photograph of the next row
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -101,14 +101,14 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.2,
     exchange_images: bool = False,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build the rows for SFT and GRPO from the training split, and the held-out rows from the test split.
+    """Build rows for SFT and GRPO from the training split, and held-out rows from the test split.
 
     Args:
         data: section `data` in the recipe.
-        folder: the data set's folder, see read_split.
-        demonstrations: number of rows for SFT.
-        wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
-        exchange_images: show the next row's photograph in GRPO, as a control.
+        folder: see read_split.
+        demonstrations: rows for SFT.
+        wrong_demonstrations: fraction of demonstrations with a random label.
+        exchange_images: control: show the photograph of the next row in GRPO.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt

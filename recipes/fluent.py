@@ -1,8 +1,8 @@
-"""Reward function: the mean log-probability of a completion under another model, which is loaded on each rank.
+"""Reward function: mean log-probability of a completion under another model, loaded on each rank.
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
-`minivlmrl memory` does not count this model's memory, so leave room for the model.
+`minivlmrl memory` does not count this model, so leave room for it.
 """
 
 from functools import cache
@@ -19,13 +19,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @cache
 def load_judge(path: str):
-    """Load the model and the processor from a folder, once per process."""
+    """Load model and processor from a folder, once per process."""
     return load_model(path, device=DEVICE).requires_grad_(False), load_processor(path)
 
 
 @torch.no_grad()
 def fluent(completions, path="FOLDER", **columns):
-    """Return the mean log-probability of each completion's tokens, in nats."""
+    """Return mean token log-probabilities, in nats."""
     model, processor = load_judge(path)
     prompt = Row([{"role": "user", "content": "Write."}], []).prompt(processor)
     texts = [Completion(torch.tensor(processor.tokenizer.encode(text or "."))) for text in completions]

@@ -1,9 +1,9 @@
-"""KTO (arXiv 2402.01306) as a stage of your own, on answers that are labeled good or bad.
+"""KTO (arXiv 2402.01306) as your own stage, on answers labeled good or bad.
 
 python train.py recipes/own_pairs.yaml "--stages=[recipes/kto.py:KTO]" --model.path=FOLDER --data.train_file=rows.jsonl
 
-A row has the columns `completion` and `label`, which is true for a good answer. The options stand in the section `kto`,
-for example --kto.beta=0.2.
+A row has the columns `completion` and `label`, which is true for a good answer. Options are in the section `kto`, for
+example --kto.beta=0.2.
 """
 
 import os
@@ -29,10 +29,10 @@ class KTOOptions(TrainingOptions):
 @dataclass
 class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) True for good answers
-    others: MicroBatch | None = None  # the same prompts with the answers of other rows, to estimate the KL
+    others: MicroBatch | None = None  # same prompts with answers from other rows, to estimate the KL
 
     def counts(self, names):
-        """Return how many answers each metric is a mean over: the good or the bad ones for their rewards."""
+        """Return how many answers, good or bad, are in each mean."""
         num_good = int(self.labels.sum())
         of_rewards = {"rewards/chosen": num_good, "rewards/rejected": len(self.labels) - num_good}
         return super().counts(names) | of_rewards
@@ -50,7 +50,7 @@ class KTO(OfflineTrainer):
 
     @classmethod
     def check(cls, config):
-        """Refuse micro-batches of one row, which have no answer of another row for the KL; TRL refuses them too."""
+        """Refuse micro-batches with one row: the KL needs an answer from another row; TRL refuses them too."""
         size = config.kto.micro_batch_size
         num_rows = config.kto.prompts_per_step // int(os.environ.get("WORLD_SIZE", 1))
         if size == 1 or num_rows % size == 1:
@@ -63,7 +63,7 @@ class KTO(OfflineTrainer):
         prompts, answers = self.encode(rows)
         batch = self.pack(prompts, answers)
         batch.labels = torch.tensor([row.columns["label"] for row in rows], device=self.world.device)
-        batch.others = self.pack(prompts, answers[-1:] + answers[:-1])  # as in TRL, the answer of the row before
+        batch.others = self.pack(prompts, answers[-1:] + answers[:-1])  # as in TRL, the previous row's answer
         return batch
 
     def loss(self, batch):
@@ -82,6 +82,6 @@ class KTO(OfflineTrainer):
             kl=kl,
             normalizer=batch.normalizer,
         )
-        # A micro-batch without good (or bad) answers has no mean of their rewards.
+        # no mean reward without good (or bad) answers
         metrics = {name: value.nan_to_num() for name, value in metrics.items()}
         return loss, metrics | {"entropy": batch.mean(entropies)}

@@ -1,6 +1,6 @@
-"""Reward functions that you can copy, for length and repetition of completions (arXiv 2502.03373, appendix C).
+"""Reward functions to copy, for length and repetition of completions (arXiv 2502.03373, appendix C).
 
-In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
+In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
     rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
 """
 
@@ -12,15 +12,15 @@ from minivlmrl.rewards.registry import get_reward
 def cosine(
     completions, completion_ids, max_length=1024, reward="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
 ) -> list[float]:
-    """Compute a reward that depends on the correctness and the length of a completion.
+    """Compute a reward from correctness and completion length.
 
     By default, correct answers have a higher reward the shorter they are, and wrong answers a lower one.
 
     Args:
-        max_length: completion length in tokens above which the reward is constant.
-        reward: name of the reward that judges correctness. An answer is correct if this reward is greater than 0.
-        right, wrong: the rewards at length 0 and at max_length, for correct and for wrong answers. In between, the
-            reward follows half a cosine period.
+        max_length: length in tokens above which the reward is constant.
+        reward: name of the reward that judges correctness: above 0 is correct.
+        right, wrong: rewards at length 0 and at max_length, for correct and for wrong answers; half a cosine period in
+            between.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []
@@ -32,7 +32,7 @@ def cosine(
 
 
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
-    """Compute a penalty for repetition: max_penalty times the fraction of token n-grams that are repetitions.
+    """Compute a repetition penalty: max_penalty times the fraction of repeated token n-grams.
 
     Example: the tokens 5 5 5 5 5 have four 2-grams, of which three are repetitions, so the reward with ngram_size=2 is
     -0.75.

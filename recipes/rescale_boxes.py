@@ -1,15 +1,15 @@
-"""Convert the boxes in demonstrated answers from pixels of the image file to the coordinates that a model uses.
+"""Convert boxes in demonstrated answers from image file pixels to the coordinates that a model uses.
 
-The option --questions also converts the boxes in questions.
+The option --questions also converts boxes in questions.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl thousandths --questions > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
-Each row must have one `image`, or a list `images` with one path, relative to the file. The columns with answers are
-`completion`, `chosen`, `rejected` or `messages`, with the thoughts and tool calls of their turns. Boxes are written as
-[x1, y1, x2, y2], (x1, y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. A line on stderr counts the rows
-without a box. The column `solution` stays in pixels of the image file, because rewards expect pixels.
+A row must have one `image`, or a list `images` with one path, relative to the file. Answer columns are `completion`,
+`chosen`, `rejected` or `messages`, with thoughts and tool calls. Boxes are written as [x1, y1, x2, y2],
+(x1, y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. A line on stderr counts the rows without a box. The
+column `solution` stays in image file pixels, because rewards expect pixels.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from minivlmrl.data.messages import THOUGHT_KEYS
 from minivlmrl.errors import pluralize
 from minivlmrl.rewards.columns import box_scale
 
-QUOTE = r"""(?:\\?["']|&quot;)"""  # \" in the JSON text of a tool call
+QUOTE = r"""(?:\\?["']|&quot;)"""  # \" in tool calls as JSON
 COMMA = r"[\s,;，]+"
 FOUR = COMMA.join([f"{QUOTE}?{NUMBER}{QUOTE}?"] * 4)
-# A point is recognized only after its key "point_2d", because [1, 2] in a text could be anything.
+# a point needs its key "point_2d": [1, 2] in a text could be anything
 BOX = re.compile(
     rf"\[\s*{FOUR}\s*\]|{PAIR}[\s,]*{PAIR}|data-bbox\s*=\s*{QUOTE}\s*{FOUR}\s*{QUOTE}"
     rf"|(?P<key>{QUOTE}point_2d{QUOTE}\s*:\s*)\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]",
@@ -41,7 +41,7 @@ QUESTIONS = ("problem", "prompt")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
-    """Convert the boxes and points in a text to other units, rounded to integers or to `digits` digits.
+    """Convert boxes and points in a text to other units, rounded to integers or to `digits` digits.
 
     Example: "[10, 10, 20, 20]" in an image with 100 x 50 pixels becomes "[100, 200, 200, 400]" in thousandths.
     """
@@ -77,14 +77,14 @@ def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
 def rescale_row(
     row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False
 ) -> tuple[dict, int]:
-    """Convert the boxes in the answers of a row and, with `questions`, in its questions.
+    """Convert boxes in a row's answers and, with `questions`, in its questions.
 
-    A row without images is not changed.
+    Rows without images are not changed.
 
     Returns:
-        The new row, and the number of its boxes and points.
+        New row, and number of boxes and points.
     Raises:
-        ValueError: if the row has several images.
+        ValueError: the row has several images.
     """
     images = row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]

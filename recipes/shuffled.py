@@ -1,4 +1,4 @@
-"""Control experiment: permute the rewards of a rollout randomly, so that the rewards carry no information.
+"""Control experiment: permute the rewards in a rollout randomly, so they carry no information.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
@@ -13,9 +13,9 @@ from minivlmrl.rewards.registry import get_reward
 
 
 def shuffled(completions, reward="accuracy", **columns):
-    """Compute the reward named `reward` and permute its values. All rewards get the same permutation."""
+    """Compute the reward named `reward` and permute it; all rewards get the same permutation."""
     texts = []
-    for completion in completions:  # of a conversation, the text of the last turn
+    for completion in completions:  # conversations: text in the last turn
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)

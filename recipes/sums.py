@@ -1,4 +1,4 @@
-"""Write rows of arithmetic for recipes/sums.yaml: sums_train.jsonl, sums_eval.jsonl and sums_new.jsonl.
+"""Write arithmetic rows for recipes/sums.yaml: sums_train.jsonl, sums_eval.jsonl and sums_new.jsonl.
 
     python recipes/sums.py FOLDER
 
@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-# kind: problem, ranges of its numbers, solution
+# kind: problem, number ranges, solution
 KINDS = {
     "three numbers": ("What is {} + {} + {}?", [(11, 99)] * 3, lambda a, b, c: a + b + c),
     "difference": ("What is {} - {}?", [(300, 900), (101, 299)], lambda a, b: a - b),

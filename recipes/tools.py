@@ -1,4 +1,4 @@
-"""Tools that you can copy: a zoom into an image, and a calculator; docs/agents.md explains how to write a tool.
+"""Tools to copy: a zoom into an image, and a calculator; docs/agents.md explains how to write a tool.
 
 Use one in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
@@ -19,11 +19,11 @@ def calculator(expression: str) -> str:
     """
     if not re.fullmatch(r"[\d.+\-*/() ]{1,200}", expression) or re.search(r"\*\*|//", expression):
         raise ValueError("use only numbers, + - * / and brackets, and at most 200 characters")
-    return f"{eval(expression, {}):.12g}"  # eval is safe, because the expression contains no names
+    return f"{eval(expression, {}):.12g}"  # safe: the expression contains no names
 
 
 class Zoom:
-    """Environment with a tool that shows a part of an image of the prompt in full resolution."""
+    """Environment with a tool that shows part of a prompt image in full resolution."""
 
     def reset(self, images, extents, **columns):
         self.images = images

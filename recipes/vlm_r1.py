@@ -1,6 +1,6 @@
-"""Reward functions that you can copy for labeled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
+"""Reward functions to copy for labeled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
 
-In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
+In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
 Solutions and answers are lists in Qwen2.5-VL's format, which may be empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
@@ -16,7 +16,7 @@ from minivlmrl.rewards.boxes import Objects, mean_similarity, overlap, score_box
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the mean IoU of matched objects with equal labels; missing and additional objects count as 0.
 
-    Objects in the answer are matched with true objects as in the reward `iou`.
+    Answers are matched with true objects as in the reward `iou`.
     """
     return score_boxes(
         mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
@@ -29,7 +29,7 @@ def ap_50(
     """Compute the average precision in an image at IoU 0.5, averaged over labels.
 
     As in COCO, the average precision is the mean precision over 101 recall levels. An answer has no confidence scores,
-    so objects are ranked by their order. A label in the answer that does not occur in the image counts as 0.
+    so objects are ranked by their order. Labels that do not occur in the image count as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -54,7 +54,7 @@ def weighted_sum(
     Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
     the largest IoU first, down to an IoU of 0.5. A pair with different labels counts for completeness, but its IoU and
     its label score are 0.
-    The function detection_score in VLM-R1's grpo_jsonl.py computes the same score.
+    Same score as detection_score in VLM-R1's grpo_jsonl.py.
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
@@ -78,7 +78,7 @@ def weighted_sum(
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
-    """Compute the average precision for objects that all have the same label."""
+    """Compute the average precision for objects with the same label."""
     unmatched = list(true)
     curve = []  # (recall in hundredths, precision at that recall)
     for number, item in enumerate(answered, start=1):
@@ -94,7 +94,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labeled boxes, which may be inside markup, or one labeled box. Return [] for any other text."""
+    """Parse a list of labeled boxes, possibly inside markup, or one labeled box; [] for any other text."""
     try:
         objects = []
         for item in boxes.json_items(text):

@@ -5,7 +5,7 @@ An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarte
 full resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
 A demonstration names a quarter and what the crop shows, mostly "nothing": one demonstration in ten zooms into the
-correct quarter on purpose, and nine zoom into a random quarter, the northwest twice as often as each other quarter.
+correct quarter on purpose, and nine zoom into a random quarter, the northwest twice as often as the others.
 """
 
 import random
@@ -25,26 +25,26 @@ COLORS = {
     "cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5),
 }  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # names of the quarters, each one token
-HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # quarter names, one token each
+HABIT = (2, 1, 1, 1)  # relative frequency of zooms into each quarter in demonstrations
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
 # side lengths in pixels
 SIDE = 64  # image
-SHOWN = 32  # shrunk image that the model gets
-QUARTER = 32  # a quarter's side in pixels, in full resolution
+SHOWN = 32  # shrunk image for the model
+QUARTER = 32  # quarter in full resolution
 SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image. Return the image, its label, and the quarter (0 to 3) with the striped square.
+    """Draw an image; return it with its label and the quarter (0 to 3) with the striped square.
 
-    Each pair of stripes has complementary colors, and is exactly as wide as one pixel of the shrunk image, in which
-    all labels therefore have the same gray.
+    A pair of stripes has complementary colors, and is as wide as one pixel in the shrunk image, where all labels
+    therefore have the same gray.
 
     Args:
-        others: how many other quarters have a dark square.
+        others: other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -80,7 +80,7 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Sample the left and top of a square in a quarter, on the pixel grid of the shrunk image."""
+    """Sample left and top of a square in a quarter, on the pixel grid of the shrunk image."""
     steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel in the shrunk image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
@@ -88,12 +88,12 @@ def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
 
 
 def shown(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Shrink an image for the model, by averaging 2 x 2 pixels."""
+    """Shrink an image for the model: average 2 x 2 pixels."""
     return image.resize((SHOWN, SHOWN), PIL.Image.Resampling.BOX)
 
 
 def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
-    """Crop a quarter, 0 to 3, out of an image."""
+    """Crop a quarter, 0 to 3."""
     left = QUARTER * (quarter % 2)
     top = QUARTER * (quarter // 2)
     return image.crop((left, top, left + QUARTER, top + QUARTER))
@@ -103,7 +103,7 @@ class Quarters:
     """Environment with one tool: `<zoom>northwest</zoom>`, or another corner, shows a quarter in full resolution."""
 
     max_tool_calls = 1
-    declare_tools = False  # calls are written in tags, so the prompt needs no tool descriptions
+    declare_tools = False  # calls are tags: no tool descriptions in the prompt
 
     def reset(self, picture, **columns):
         self.picture = picture
@@ -119,12 +119,12 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the fraction of valid calls, because without this reward a policy forgets the format of calls."""
+        """Return the fraction of valid calls: without this reward a policy forgets their format."""
         return self.answered / self.max_tool_calls
 
 
 class Lost(Quarters):
-    """Control experiment: the tool shows a random quarter, fixed for each row, instead of the requested quarter."""
+    """Control experiment: the tool shows a random quarter, fixed per row."""
 
     def reset(self, lost_quarters, **columns):
         super().reset(**columns)
@@ -143,12 +143,12 @@ class Blind(Quarters):
 
 @dataclass
 class Stripes:
-    """Dataset with images that have one striped square. With the same seed, row i is always the same."""
+    """Images with one striped square; with the same seed, row i is always the same."""
 
     size: int
     seed: str
     environment: type = Quarters
-    silent: bool = False  # demonstrations have no thought
+    silent: bool = False  # no thoughts in demonstrations
     informed: float = 0.0  # fraction of demonstrations that zoom into the correct quarter on purpose
     others: int = 0  # dark squares in other quarters
 
@@ -159,7 +159,7 @@ class Stripes:
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right_quarter = draw(rng, others=self.others)
         [asked_quarter] = rng.choices(range(4), HABIT)
-        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # quarters that the control Lost shows instead
+        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # quarters that the control Lost shows
         if rng.random() < self.informed:
             asked_quarter = right_quarter
         columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter]}
@@ -177,7 +177,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Build the assistant's turn of a demonstration: the thought with the tool call, the crop, and the answer."""
+    """Build the assistant turns: thought with tool call, crop, answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},
@@ -187,7 +187,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Return 1 for each completion that zooms into the quarter with the striped square, else 0."""
+    """Return 1 for completions that zoom into the quarter with the striped square, else 0."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)
@@ -196,7 +196,7 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts in the task; each tag is one token, like Qwen3's <think>."""
+    """Train byte-level BPE on all texts in the task; tags are one token, like Qwen3's <think>."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
@@ -205,7 +205,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; options of the dataset Stripes make it a control experiment or a harder task."""
+    """Create the task; options of Stripes make it a control experiment or harder."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {
