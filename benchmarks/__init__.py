@@ -1,4 +1,4 @@
 """Scripts that measure time, memory and learning.
 
-This file makes benchmarks/ a package, because another package of this name may be installed.
+Without this file, an installed package named benchmarks could be imported instead.
 """

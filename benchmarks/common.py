@@ -1,6 +1,6 @@
-"""Helpers of the benchmarks: timers, the option --toy, and numbers printed as JSON lines.
+"""Benchmark helpers: timers, the option --toy, and numbers printed as JSON lines.
 
-first_gpu_hour.py reads the JSON lines from the output of its parts.
+first_gpu_hour.py reads the JSON lines from its parts.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seconds_of(call: Callable) -> float:
-    """Return the seconds that a call takes, including its work on the GPU."""
+    """Return the seconds of a call, including its work on the GPU."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -34,7 +34,7 @@ def synchronize():
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add the option --toy to a script that needs a GPU, and parse its options."""
+    """Add the option --toy to a script that needs a GPU, and parse the options."""
     parser.add_argument("--toy", action="store_true", help="toy size in float32, even on a CPU")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
@@ -43,7 +43,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def about() -> dict:
-    """Return the device, today's date, and the package versions."""
+    """Return device, date and package versions."""
     versions = {}
     for name in ("torch", "triton", "transformers"):
         try:
@@ -55,13 +55,13 @@ def about() -> dict:
 
 
 def commit() -> str:
-    """Return the commit of the repository, or "unknown" if the copy has no git history."""
+    """Return the repository's commit, "unknown" without git history."""
     command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def run_part(description: str, parts: Mapping[str, Callable]):
-    """Run the part that the command line names; `parts` has the functions of a script by name."""
+    """Run the part named on the command line; `parts`: {name: function}."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("part", choices=[name for name, x in parts.items() if getattr(x, "is_part", False)])
     parser.add_argument("arguments", nargs="*")
@@ -71,7 +71,7 @@ def run_part(description: str, parts: Mapping[str, Callable]):
 
 
 def part(function: Callable) -> Callable:
-    """Mark a function(toy, *arguments) as a part of first_gpu_hour.py."""
+    """Mark a function(toy, *arguments) as a part for first_gpu_hour.py."""
     function.is_part = True
     return function
 
@@ -82,7 +82,7 @@ def report(name: str, value: float, unit: str):
 
 
 def report_skipped(name: str, reason: str):
-    """Print that a number was not measured, with the reason."""
+    """Print why a number was not measured."""
     show(name, skipped=reason)
 
 

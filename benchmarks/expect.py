@@ -3,15 +3,15 @@
     python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-The script trains like train.py, then prints each result of the last stage and its expected band. Sums are rounded
-differently by other processors and with other numbers of threads, and over many steps the results drift apart. So a
-result need not equal a recorded result, but must not be below its band.
+The script trains like train.py, then prints the results of the last stage with their expected bands. Other processors
+and thread counts round sums differently, and results drift apart over many steps. So a result need not equal a recorded
+one, but must not be below its band.
 
-A band extends from the lowest to the highest recorded result of the recipe, plus two standard errors on both sides.
-The standard error is that of an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong
-rows added, so that the error is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a
-failed run would hide real regressions, so the band leaves out the lowest of each ten runs. Therefore one correct run in
-ten may be below its band; try a different seed then. A result above its band is reported, but is no failure.
+A band extends from the lowest to the highest recorded result, plus two standard errors on both sides. The standard
+error is for an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong rows added, so it
+is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a failed run would hide real
+regressions, so the band leaves out the lowest of ten runs. Therefore one correct run in ten may be below its band; try
+a different seed then. A result above its band is reported, but is no failure.
 """
 
 import json
@@ -29,7 +29,7 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
-# options of a recipe that do not change results, or change them only by rounding or chance
+# options that change results not at all, or only by rounding or chance
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
@@ -53,12 +53,12 @@ def main(arguments: list[str]):
 
 
 def results(summary: dict) -> dict[str, dict[str, float]]:
-    """Return the evaluations in a file summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
+    """Return the evaluations in a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
     return {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
 
 
 def add_run(path: Path, run: dict):
-    """Add a run to the file, or replace an earlier run with the same recipe, overrides, seed and thread count."""
+    """Add a run to the file, replacing one with the same recipe, overrides, seed and thread count."""
     names = ("recipe", "overrides", "seed", "threads")
     runs = json.loads(path.read_text()) if path.is_file() else []
     kept = [other for other in runs if any(other[name] != run[name] for name in names)]
@@ -67,10 +67,10 @@ def add_run(path: Path, run: dict):
 
 
 def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, list[dict]]:
-    """Load the recipe that a command line names, and the recorded runs with the same options.
+    """Load the recipe from a command line, and recorded runs with the same options.
 
     Raises:
-        ValueError: if there is no such run.
+        ValueError: there is no such run.
     """
     config = parse_arguments(arguments)
     path = path or recipes_folder() / FILE
@@ -85,18 +85,18 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
 
 
 def essence(config: RunConfig) -> dict:
-    """Return the options that influence the results of a run, except for the seed."""
+    """Return the options that influence the results, except for the seed."""
     return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
 def report(config: RunConfig, runs: list[dict]) -> int:
-    """Compare the finished run with the recorded runs; return 0 if it is as expected, otherwise 1."""
+    """Compare a finished run with recorded runs; return 0 if it is as expected, otherwise 1."""
     found = results(json.loads((Path(config.output_dir) / "summary.json").read_text()))
     return int(print_band(found, runs, config.data.eval_rows))
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each result of the last stage with its band, and return True if a result is below its band."""
+    """Print the results of the last stage with their bands; return whether one is below."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

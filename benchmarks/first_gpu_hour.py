@@ -4,12 +4,12 @@ python benchmarks/first_gpu_hour.py --out DIR          # seven minutes on one GP
 python benchmarks/first_gpu_hour.py --out DIR          # seven minutes again, for the parts that were "later"
 python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, even on a CPU
 
-Each part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and the
-numbers that the part printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line
-for each number, and DIR/summary.md the same numbers in tables; both summaries are written again after each part. A
-later call with the same DIR skips the finished parts and repeats the failed ones. A part only begins if its time limit
-fits into --minutes. Nothing is downloaded: weights are random and have the real size. docs/results.md says what each
-part should show. The exit status is the number of failed parts.
+A part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and numbers
+printed before are kept. DIR/PART.txt has a part's output, DIR/summary.jsonl one JSON line per number, and
+DIR/summary.md the same numbers in tables; both summaries are written after each part. A later call with the same DIR
+skips finished parts and repeats failed ones. A part only begins if its time limit fits into --minutes. Nothing is
+downloaded: weights are random, in the real size. docs/results.md says what the parts should show. The exit status is
+the number of failed parts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Part(NamedTuple):
-    """A part: its time limit in seconds, its command below benchmarks/, and the packages that it needs."""
+    """Time limit in seconds, command below benchmarks/, and required packages."""
 
     seconds: int
     command: str
@@ -37,8 +37,7 @@ class Part(NamedTuple):
 
 
 TRL = ("trl", "datasets", "transformers")
-# Sorted by value, the most important part first. The parts up to `lora` fit into the seven minutes of a first call, and
-# those up to `profile` into a second.
+# most important first; up to `lora` in the seven minutes of a first call, up to `profile` in a second
 PARTS = {
     "self_test": Part(35, "gpu.py self_test"),
     "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),
@@ -61,7 +60,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Run the unfinished parts, and write their numbers; return how many parts failed."""
+    """Run the unfinished parts, and write their numbers; return how many failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
     parser.add_argument("--minutes", type=float, default=7, help="begin no part that may end later")
@@ -99,10 +98,10 @@ def is_done(out: Path, name: str) -> bool:
 
 
 def run(part: Part, toy: bool, output: Path) -> str:
-    """Run the process of a part, and return the state of the part: "done", or "failed: " with the reason.
+    """Run a part's process; return "done", or "failed: " with the reason.
 
     Args:
-        output: file for the output of the process.
+        output: file for the process output.
     """
     script, *words = part.command.split()
     command = [sys.executable, str(ROOT / "benchmarks" / script), *(["--toy"] if toy else []), *words]
@@ -152,13 +151,13 @@ def write_summary(out: Path):
 
 
 def describe(line: dict) -> str:
-    """Return the card, the date and the package versions in one sentence."""
+    """Return card, date and package versions in one sentence."""
     versions = [f"{name} {version}" for name, version in line["versions"].items()]
     return f"{line['card']}, {line['date']}: {', '.join(versions)}."
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """Return the name, the value and the unit of a measured number, or the reason why the number is missing."""
+    """Return name, value and unit of a measured number, or the reason why it is missing."""
     if "skipped" in line:
         return line["name"], f"skipped: {line['skipped']}", ""
     return line["name"], f"{line['value']:g}", line["unit"]

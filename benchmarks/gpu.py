@@ -3,8 +3,8 @@
 python benchmarks/gpu.py step          # a GRPO step with Qwen2.5-VL-3B
 python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, even on a CPU
 
-Weights are random, in bfloat16, with the real size. The function of a part imports the packages
-that only this part needs, so that the other parts run without them.
+Weights are random, in bfloat16, in the real size. Packages for only one part are imported inside its function, so other
+parts run without them.
 """
 
 import json
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # set before triton is imported below, which reads the variable
+    os.environ["TRITON_INTERPRET"] = "1"  # read during the import of triton below
 from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 
@@ -61,16 +61,16 @@ RECORDED = json.loads((ROOT / "tests" / "recorded" / "hub_configs.json").read_te
 
 
 def read_config(size: str) -> dict:
-    """Return config.json of Qwen2.5-VL in the size "3B" or "7B", or of a "toy" model that a CPU runs in seconds."""
+    """Return config.json for Qwen2.5-VL in the size "3B" or "7B", or for a "toy" model that a CPU runs in seconds."""
     if size != "toy":
         return RECORDED[f"Qwen2.5-VL-{size}"]
     config = json.loads((ROOT / "recipes" / "shapes_model.json").read_text())
-    config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models, so that images are alike
+    config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models: same image sizes
     return config
 
 
 def small_model(folder: Path):
-    """Create the toy model with random weights; return the model, its processor, and its special token ids by name."""
+    """Create the toy model with random weights; return model, processor, and {name: special token id}."""
     path = folder / "toy.json"
     path.write_text(json.dumps(read_config("toy")))
     model, processor = random_model(path, shapes.tokenizer(), seed=0)
@@ -79,7 +79,7 @@ def small_model(folder: Path):
 
 
 def build(model_config: ModelConfig, dtype: torch.dtype):
-    """Create minivlmrl's model with random weights, which are sampled on the GPU."""
+    """Create minivlmrl's model with random weights, sampled on the GPU."""
     with torch.device("meta"):
         ours = VisionLanguageModel(model_config).to(dtype)
     ours.to_empty(device=CARD)
@@ -94,7 +94,7 @@ def build(model_config: ModelConfig, dtype: torch.dtype):
 
 @part
 def self_test(toy: bool):
-    """Compare each Triton kernel with float64, in its own process; on a CPU in Triton's interpreter."""
+    """Compare Triton kernels with float64, in one process per kernel; on a CPU in Triton's interpreter."""
     from minivlmrl.kernels.self_test import CHECKS
     from minivlmrl.kernels.verdicts import TOLERANCE, check_kernels
 
@@ -122,16 +122,16 @@ def tests(toy: bool):
 
 @part
 def vllm_tests(toy: bool):
-    """Run the tests for vLLM, which see the GPU because of MINIVLMRL_TEST_GPU."""
+    """Run the vLLM tests; MINIVLMRL_TEST_GPU shows them the GPU."""
     os.environ["MINIVLMRL_TEST_GPU"] = "1"
     run_tests("slow", "-n", "0", "tests/extras/test_vllm.py")
 
 
 def run_tests(marker: str, *arguments: str):
-    """Run the tests with a marker, and report how many pass and fail.
+    """Run tests with a marker, and report how many pass and fail.
 
     Raises:
-        subprocess.CalledProcessError: if a test fails.
+        subprocess.CalledProcessError: a test failed.
     """
     done = run_python("-m", "pytest", "-p", "no:cacheprovider", "-m", marker, *arguments, check=False)
     for state in ("passed", "failed", "skipped", "error"):
@@ -155,10 +155,10 @@ def train(toy: bool, *options: str):
 
 
 def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments in the repository, and print its output as soon as it comes.
+    """Run Python with these arguments in the repository, and print its output as it comes.
 
     Args:
-        check: whether to raise subprocess.CalledProcessError if the exit status is not 0.
+        check: raise subprocess.CalledProcessError if the exit status is not 0.
     """
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -178,13 +178,13 @@ def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProce
 
 @part
 def transformers(toy: bool):
-    """Compare log-probabilities and gradients with transformers' model, which shares the parameters.
+    """Compare log-probabilities and gradients with the transformers model, which shares the parameters.
 
-    One prompt has 1,024 image tokens and 8 completions of 256 tokens. The peers compute a row for each completion, with
-    a copy of the prompt: first our model, whose difference is only rounding, then transformers'. In float32, with two
-    decoder layers and two vision blocks, all must agree.
+    One prompt has 1,024 image tokens and 8 completions of 256 tokens. The peers compute a row per completion, with a
+    copy of the prompt: first our model, which differs only by rounding, then transformers. In float32, with two decoder
+    layers and two vision blocks, all must agree.
     """
-    torch.backends.cudnn.allow_tf32 = False  # otherwise transformers' Conv3d would compute with ten bits in float32
+    torch.backends.cudnn.allow_tf32 = False  # or Conv3d in transformers would use TF32: ten bits
     with tempfile.TemporaryDirectory() as folder:
         _, processor, token_ids = small_model(Path(folder))
     config = config_json.from_dict(read_config("toy" if toy else "3B") | token_ids)
@@ -197,10 +197,10 @@ def transformers(toy: bool):
 def compare(
     label: str, model_config: ModelConfig, dtype: torch.dtype, processor: Processor, toy: bool, tolerance: float
 ):
-    """Report the largest difference of log-probabilities, and the norm of the gradients' difference, for each peer.
+    """Report the largest log-probability difference, and the norm of the gradient difference, per peer.
 
     Args:
-        tolerance: largest difference, in nats and relative to the norm of the gradients.
+        tolerance: maximum difference, in nats and relative to the gradient norm.
     """
     [row] = make_rows(56 if toy else STEP.pixels, 1)
     prompt = processor(row.messages, row.images)
@@ -221,7 +221,7 @@ def compare(
 
 
 def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions: Tensor, at_once: int):
-    """Compute log-probabilities (G, C) and the gradients of a weighted sum, `at_once` completions at a time."""
+    """Compute log-probabilities (G, C) and gradients of a weighted sum, `at_once` completions at a time."""
     weights = torch.randn(completions.shape, generator=torch.Generator().manual_seed(1)).to(CARD)
     logps = []
     for part_of, weight in zip(completions.split(at_once), weights.split(at_once), strict=True):
@@ -233,13 +233,13 @@ def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions:
 
 
 def packed(model: VisionLanguageModel, prompt: Prompt, completions: Tensor) -> Tensor:
-    """Compute log-probabilities (n, C) as in training: the prompt is computed once."""
+    """Compute log-probabilities (n, C) as in training: the prompt only once."""
     batch = pack([prompt], [[Completion(ids) for ids in completions]], model.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def padded_rows(model: torch.nn.Module, prompt: Prompt, completions: Tensor) -> Tensor:
-    """Compute log-probabilities (n, C) with transformers' model, as in TRL: logits only for completion tokens."""
+    """Compute log-probabilities (n, C) with the transformers model, as in TRL: logits only for completion tokens."""
     n, C = completions.shape
     ids = torch.cat([prompt.input_ids.repeat(n, 1), completions], dim=1).to(CARD)
     logits = model(
@@ -255,7 +255,7 @@ def padded_rows(model: torch.nn.Module, prompt: Prompt, completions: Tensor) -> 
 
 
 def twin(ours: VisionLanguageModel):
-    """Create transformers' model with our parameters."""
+    """Create the transformers model with our parameters."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     hub_config = Qwen2_5_VLConfig.from_dict(config_json.to_dict(ours.config))
@@ -270,7 +270,7 @@ def twin(ours: VisionLanguageModel):
 
 
 class Case(NamedTuple):
-    """A GRPO step: model size, side of the square images in pixels, recipe, and recipe options."""
+    """GRPO step: model size, side of the square images in pixels, recipe, and recipe options."""
 
     size: str
     pixels: int
@@ -278,7 +278,7 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-# 8 prompts with 1,024 image tokens and 8 completions with 256 tokens each; everything is bfloat16, also AdamW
+# 8 prompts with 1,024 image tokens, 8 completions with 256 tokens each; all in bfloat16, also AdamW
 STEP = Case(
     "3B", 896, "own_data.yaml",
     (
@@ -286,10 +286,10 @@ STEP = Case(
         "--grpo.prompts_per_step=8", "--grpo.loss_type=grpo", "--grpo.warmup_steps=0",
     ),
 )  # fmt: skip
-# two recipes for a 24 GB card; an image has 484 tokens, and the recipes allow 512
+# recipes for a 24 GB card; 484 tokens per image, the recipes allow 512
 LORA = Case("3B", 616, "own_data_one_card.yaml")
 NF4 = Case("7B", 616, "lora_7b.yaml")
-# completions of full length, and a reward that differs between completions of a model with random weights
+# full-length completions, and a reward that differs between random completions
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
@@ -297,10 +297,10 @@ TOY = (
 
 
 class GRPOStep(Ours):
-    """A case, built on the GPU. Each call of `step` is one optimizer step.
+    """A case, built on the GPU; call `step` for one optimizer step.
 
     Attributes:
-        mismatch: largest logp_mismatch in the steps so far, in nats.
+        mismatch: largest logp_mismatch so far, in nats.
     """
 
     def __init__(self, case: Case, toy: bool):
@@ -336,7 +336,7 @@ class GRPOStep(Ours):
         self.trainer.sampler(self.prompts[:count], num_generations, [str(i) for i in range(count)])
 
     def planned_gb(self) -> float:
-        """Return the `memory` command's estimate for this step in GB, without the reserve."""
+        """Return the estimate of `minivlmrl memory` for this step in GB, without the reserve."""
         config = self.model.config
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
@@ -370,10 +370,10 @@ def nf4(toy: bool):
 
 
 def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
-    """Report the seconds, the peak memory beside its estimate, and the largest logp_mismatch in GRPO steps.
+    """Report seconds, peak memory beside its estimate, and the largest logp_mismatch in GRPO steps.
 
     Args:
-        steps: number of steps after the first step, which compiles kernels.
+        steps: steps after the first one, which compiles kernels.
     """
     built = GRPOStep(case, toy)
     for number in range(1 + steps):
@@ -387,10 +387,10 @@ def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
 
 @contextmanager
 def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
-    """Time the phases of a step with the clock of the GPU, without waiting for the GPU.
+    """Time the phases of a step with GPU events, without waiting for the GPU.
 
     Yields:
-        A function that returns the seconds of each phase. Call it after the `with` block.
+        A function that returns seconds per phase, to call after the `with` block.
     """
     targets = {
         "rollout": (sampler, "generate"),
@@ -402,7 +402,7 @@ def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
         "clipping": (loop, "finish_gradients"),
         "AdamW": (built.optimizer, "step"),
     }
-    marks = defaultdict(list)  # for each phase: times (before, after) its calls
+    marks = defaultdict(list)  # {phase: times (before, after) its calls}
 
     def seconds() -> dict[str, float]:
         synchronize()
@@ -415,7 +415,7 @@ def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def marked(function: Callable, marks: list) -> Callable:
-    """Return a function that also appends the times before and after each call to a list."""
+    """Return a function that also appends the times before and after a call to a list."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -428,7 +428,7 @@ def marked(function: Callable, marks: list) -> Callable:
 
 
 def now() -> "torch.cuda.Event | float":
-    """Return an event that records when the GPU gets here; on a CPU, return the time in seconds."""
+    """Return an event that records when the GPU gets here; on a CPU, the time in seconds."""
     if CARD.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -445,10 +445,9 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
 
 @part
 def decode(toy: bool):
-    """Measure the milliseconds of a decode step of a 3B model with 1 to 256 rows.
+    """Measure milliseconds per decode step of a 3B model with 1 to 256 rows.
 
-    The time for a rollout with few tokens is subtracted from the time for a rollout with many tokens, so that the
-    prefill and the graph capture do not count.
+    The difference between rollouts with many and few tokens leaves out the prefill and the graph capture.
     """
     built = GRPOStep(STEP, toy)
     few, many = (2, 4) if toy else (32, 160)
@@ -469,7 +468,7 @@ def fastest(call: Callable) -> float:
 
 @part
 def trl_step(toy: bool, attention: str):
-    """Measure whole GRPO steps of TRL with the same model, prompts and completions as in the part `step`.
+    """Measure whole GRPO steps in TRL with the model, prompts and completions of the part `step`.
 
     Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
     """
@@ -481,7 +480,7 @@ def trl_step(toy: bool, attention: str):
         report(f"{attention}: step {number}", seconds, "s")
         if CARD.type == "cuda":
             report(f"{attention}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-        return seconds > 55  # then the second step is skipped
+        return seconds > 55  # skips the second step
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
@@ -490,7 +489,7 @@ def trl_step(toy: bool, attention: str):
         config = config_json.from_dict(read_config("toy" if toy else STEP.size) | token_ids)
         model = twin(build(config, torch.float32 if toy else torch.bfloat16))
         model.set_attn_implementation(attention)
-        model.generation_config.eos_token_id = None  # so that all completions have the same length
+        model.generation_config.eos_token_id = None  # all completions have the same length
         generation = {"min_new_tokens": new_tokens, "suppress_tokens": sorted(token_ids.values())}
         trainer = trl_side(
             model, path, make_rows(pixels, prompts), 2, trl_clock(report_step), new_tokens, gradient_checkpointing=True,

@@ -1,10 +1,10 @@
-"""Measure kernels and matrix products on a GPU, beside what the card's memory and matrix units allow.
+"""Measure kernels and matrix products on a GPU, beside the limits of the card.
 
 python benchmarks/gpu_kernels.py kernels          # each Triton kernel at the sizes of Qwen2.5-VL-3B
 python benchmarks/gpu_kernels.py kernels --toy    # tests the part: toy size in float32, even on a CPU
 
-first_gpu_hour.py runs all parts. The limit of a kernel is the longer of two times: the time to move its bytes at the
-speed of a large copy, and the time to compute its FLOPs at the speed of a large product on the same card.
+first_gpu_hour.py runs all parts. A kernel's limit is the longer of two times: the time to move its bytes at the speed
+of a large copy, and the time to compute its FLOPs at the speed of a large product on the same card.
 """
 
 import statistics
@@ -26,10 +26,10 @@ CALLS, REPEATS = 20, 5
 
 
 def milliseconds(call: Callable, in_graph: bool = True) -> float:
-    """Return the milliseconds of a call: the median of REPEATS measurements of CALLS calls.
+    """Return the milliseconds of a call: median over REPEATS measurements with CALLS calls.
 
     Args:
-        in_graph: whether a CUDA graph replays the calls, so that their launches from Python do not count.
+        in_graph: replay the calls in a CUDA graph, without their launches from Python.
     """
     if CARD.type == "cpu":
         begin = time.perf_counter()
@@ -56,11 +56,11 @@ def repeated(count: int, call: Callable):
 
 
 def captured(call: Callable) -> torch.cuda.CUDAGraph:
-    """Capture the kernels of a call as a CUDA graph."""
+    """Capture a call as a CUDA graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(CARD)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()  # allocates the workspaces of this stream
+        call()  # allocates workspaces for this stream
         graph.capture_begin()
         call()
         graph.capture_end()
@@ -70,7 +70,7 @@ def captured(call: Callable) -> torch.cuda.CUDAGraph:
 
 @cache
 def card_speeds() -> tuple[float, float]:
-    """Return the bytes per second of a large copy, reads and writes together, and the FLOP/s of a large product."""
+    """Return bytes per second of a large copy, reads and writes together, and FLOP/s of a large product."""
     if CARD.type == "cpu":
         return 1e10, 1e11
     size, width = 2**28, 8192
@@ -85,10 +85,10 @@ def card_speeds() -> tuple[float, float]:
 
 
 def report_kernel(name: str, call: Callable, moved: float, flops: float, in_graph: bool = True):
-    """Report the time of a kernel, and the share of this time that the card's limits would allow at best.
+    """Report a kernel's time, and its limit on the card as a share of this time.
 
     Args:
-        moved: bytes that the kernel must read and write.
+        moved: bytes to read and write.
     """
     bandwidth, speed = card_speeds()
     spent = milliseconds(call, in_graph)
@@ -98,7 +98,7 @@ def report_kernel(name: str, call: Callable, moved: float, flops: float, in_grap
 
 @part
 def kernels(toy: bool):
-    """Measure each Triton kernel at the sizes of a 3B."""
+    """Measure all Triton kernels at the sizes of a 3B."""
     dtype = torch.float32 if toy else torch.bfloat16
     measure_windows(toy, dtype)
     measure_decoding(toy, dtype)
@@ -186,7 +186,7 @@ def measure_nf4(toy: bool, dtype: torch.dtype):
 
 @part
 def products(toy: bool):
-    """Measure products on which we have bets: a width that is no multiple of 8, adapters, logits in float32."""
+    """Measure products with uncertain speed: a width that is no multiple of 8, adapters, logits in float32."""
     dtype = torch.float32 if toy else torch.bfloat16
     patches, width = (64, 16) if toy else (32768, 1280)
     for columns in (20, 24) if toy else (3420, 3424):
@@ -211,7 +211,7 @@ def products(toy: bool):
 
 @part
 def profile(toy: bool):
-    """Count the kernels of a rollout with few tokens, and list those that take the most time."""
+    """Count the kernels in a short rollout, and list the slowest."""
     from gpu import STEP, GRPOStep
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record

@@ -1,9 +1,9 @@
-"""Train Qwen2.5-VL-3B with minimal.py on a GPU, and report the seconds and the peak memory of each phase.
+"""Train Qwen2.5-VL-3B with minimal.py on a GPU, and report seconds and peak memory per phase.
 
 python benchmarks/gpu_minimal.py minimal grpo          # or dpo, sft
 python benchmarks/gpu_minimal.py minimal grpo --toy    # tests the part with the tiny model, even on a CPU
 
-The weights are random and have the real size. A row has an image of 484 tokens.
+Weights are random, in the real size. A row has an image with 484 tokens.
 """
 
 import json
@@ -23,7 +23,7 @@ one_file = import_module("minimal")
 
 @part
 def minimal(toy: bool, stage: str):
-    """Run two steps of minimal.py FOLDER rows.jsonl with a row each; saving is left out."""
+    """Run two steps of minimal.py FOLDER rows.jsonl with a row each, without saving."""
     phases = {
         "load": (one_file, "load"), "sample": (one_file, "sample"),
         "log-probabilities": (one_file, "log_probabilities"), "backward": (torch.Tensor, "backward"),
@@ -44,7 +44,7 @@ def minimal(toy: bool, stage: str):
 
 
 def reported(function, label: str):
-    """Return a function that also reports the seconds and the peak memory of each call."""
+    """Return a function that also reports seconds and peak memory per call."""
 
     def call(*arguments, **options):
         results = []
@@ -60,7 +60,7 @@ def reported(function, label: str):
 
 
 def write_model(folder: Path, toy: bool) -> Path:
-    """Write the tiny model of minimal.py, or a 3B with its tokenizer and random weights, and return the folder."""
+    """Write the tiny model of minimal.py, or a 3B with its tokenizer and random weights; return the folder."""
     tiny = folder / "tiny"
     one_file.make_folder(tiny)
     if toy:

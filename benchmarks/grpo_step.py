@@ -2,10 +2,10 @@
 
 python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
 
-The peer is TRL with transformers' Qwen2_5_VLForConditionalGeneration; the first line prints the versions. Both sides
-start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and pixels,
-and 8 completions with exactly 14, 128 or 512 tokens for each prompt. TRL's and minivlmrl's steps alternate in one
-process, so that other load on the machine slows both. Before timing, both sides score the same completions, and the
+The peer is TRL with Qwen2_5_VLForConditionalGeneration from transformers; the first line prints the versions. Both
+sides start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and
+pixels, and 8 completions per prompt with exactly 14, 128 or 512 tokens. Steps of both sides alternate in one process,
+so other load on the machine slows both. Before timing, both sides score the same completions, and the
 log-probabilities must agree.
 """
 
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # set before the imports that read the variable; no network is needed
-# set before torch is imported; minivlmrl sets the same value
+os.environ["HF_HUB_OFFLINE"] = "1"  # read during imports; no network needed
+# before the import of torch; minivlmrl sets the same value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import seconds_of, synchronize
@@ -46,28 +46,28 @@ from minivlmrl.trainers.grpo import GRPOTrainer
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images in CASES
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
-# image side in pixels, prompts per step, tokens per completion
+# (image side in pixels, prompts per step, tokens per completion)
 CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), (56, 4, 512), (224, 4, 512))
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
-WARMUP = 2  # steps on each side that are not timed
+WARMUP = 2  # untimed steps per side
 TOLERANCE = 1e-4  # nats
 
 
 def distinct_characters(completions: list[str], **columns) -> list[float]:
-    """Count the distinct characters in a text: a cheap reward that differs for random texts."""
+    """Count distinct characters: a cheap reward that differs for random texts."""
     return [float(len(set(completion))) for completion in completions]
 
 
 class EndlessProcessor(Processor):
-    """Processor without stop tokens, so that all completions have the same length."""
+    """Processor without stop tokens: all completions have the same length."""
 
     stop_token_ids = ()
 
 
 class Ours:
-    """minivlmrl's GRPO, as train.py runs it. Each call of `step` is one optimizer step and returns its metrics."""
+    """GRPO in minivlmrl, as train.py runs it; `step` does one optimizer step and returns its metrics."""
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -83,7 +83,7 @@ class Ours:
 
 
 def trl_clock(after_step: Callable[[int, float], bool | None]):
-    """Create a callback that times the steps of TRL, and calls `after_step` with the number and the seconds of a step.
+    """Create a callback that times TRL steps, and calls `after_step` with step number and seconds.
 
     Training ends if `after_step` returns True. Between on_step_begin and on_step_end, Trainer runs training_step, in
     which GRPOTrainer generates, scores with the reference, and runs forward and backward. Then Trainer clips, updates
@@ -112,7 +112,7 @@ def main():
     torch.set_num_threads(options.threads)
     import transformers
 
-    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names for transformers' options
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old option names of transformers
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
@@ -128,7 +128,7 @@ def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, 
     """Measure one image size.
 
     Returns:
-        Tokens per prompt, largest difference of log-probabilities, and the median milliseconds of our steps and TRL's.
+        Tokens per prompt, largest log-probability difference, and median milliseconds per step, ours and TRL's.
     """
     import transformers
 
@@ -154,7 +154,7 @@ def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, 
 
 
 def make_rows(size: int, count: int) -> list[Row]:
-    """Create the rows for a step: shapes in images with size x size pixels."""
+    """Create rows for a step: shapes in images with size x size pixels."""
     rows = []
     for i in range(count):
         rng = random.Random(i)
@@ -165,7 +165,7 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 
 def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens: int) -> Ours:
-    """Create minivlmrl's trainer."""
+    """Create our trainer."""
     size = len(rows)
     options = {"prompts_per_step": size, "micro_batch_size": size, "lr_scheduler_type": "constant", **COMMON}
     run = RunConfig(
@@ -178,7 +178,7 @@ def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], 
 
 
 def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, **options):
-    """Create TRL's trainer; the folder has the tokenizer and the image settings; `options` override the config."""
+    """Create the TRL trainer; the folder has tokenizer and image settings; `options` override the config."""
     import datasets
     import trl
 
@@ -205,14 +205,14 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
 
 
 def trl_processor(folder: Path):
-    """Load the tokenizer and the image settings of a checkpoint as a processor of transformers."""
+    """Load tokenizer and image settings of a checkpoint as a transformers processor."""
     import transformers
     import trl
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-        """transformers' processor without a type check, because checking the video processor needs torchvision."""
+        """Processor without type check: checking the video processor needs torchvision."""
 
         def check_argument_for_proper_class(self, argument_name, argument):
             return type(argument)
@@ -228,7 +228,7 @@ def trl_processor(folder: Path):
 
 @torch.no_grad()
 def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
-    """Check that both sides have the same tokens and pixels and compute the same log-probabilities.
+    """Check that both sides have the same tokens and pixels, and equal log-probabilities.
 
     Returns:
         Prompt length in tokens, and the largest log-probability difference.
@@ -247,7 +247,7 @@ def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, 
 
 
 def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities (n, C) for completions (n, C) with TRL; also return its prompt ids and pixels."""
+    """Compute log-probabilities (n, C) for completions (n, C) in TRL; also return its prompt ids and pixels."""
     chats = []
     for row in rows:
         content = [{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}]

@@ -4,13 +4,13 @@
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo digits --threads 2
 
-Runs are also written to recipes/expected.json, which benchmarks/expect.py reads. Runs with overrides are not written,
-and neither are runs whose options refer to another script's files. The recipes in LONG run only if --only names them.
+Runs are also written to recipes/expected.json, which benchmarks/expect.py reads, except for runs with overrides or with
+options that refer to another script's files. Recipes in LONG run only if --only names them.
 
-Each row of the table is one run of train.py, by default on one thread, so that the number of cores changes no result.
-`sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of
-held-out pairs in which the better answer is preferred. `warnings` are the warnings explained in docs/metrics.md; a run
-that learns has none. `shuffled rewards`, `gray crops` and `any quarter` are controls that must not learn.
+A table row is one run of train.py, by default on one thread, so the number of cores changes no result. `sampled` and
+`greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of held-out pairs in
+which the better answer is preferred. `warnings` are explained in docs/metrics.md; a run that learns has none.
+`shuffled rewards`, `gray crops` and `any quarter` are controls that must not learn.
 """
 
 import argparse
@@ -33,12 +33,12 @@ RECIPES = "recipes"
 
 @dataclass
 class Entry:
-    """A recipe with overrides."""
+    """Recipe with overrides."""
 
     name: str
     recipe: str  # file in recipes/
     overrides: list[str] = field(default_factory=list)
-    before: str = ""  # script with arguments to run first; its path is relative to this folder
+    before: str = ""  # script with arguments to run first, relative to this folder
 
 
 def grpo(name: str, *overrides: str) -> Entry:
@@ -103,7 +103,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
             subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         command = [sys.executable, str(ROOT / "train.py"), str(ROOT / RECIPES / entry.recipe), f"--seed={seed}"]
         command += [f"--output_dir={folder}", f"--num_threads={threads}", *entry.overrides, *overrides]
-        cwd = folder if entry.before else ROOT  # paths in the overrides are relative to this folder
+        cwd = folder if entry.before else ROOT  # overrides have paths relative to this folder
         done = subprocess.run(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -113,10 +113,10 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 
 
 def row_of(entry: Entry, summary: dict) -> dict:
-    """Return the numbers of a row of the table."""
+    """Return the numbers in a table row."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    # a reward model's stage does not change the policy, so `before` is measured at the start of the last stage; an
-    # evaluation's first metric is its first reward
+    # a reward model does not change the policy, so `before` is the start of the last stage; the first metric in an
+    # evaluation is its first reward
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
     stages = [stage for stage in summary.values() if isinstance(stage, dict)]

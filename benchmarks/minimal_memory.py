@@ -2,9 +2,9 @@
 
     python benchmarks/minimal_memory.py Qwen2.5-VL-3B grpo    # takes about a minute and 1 GB of memory
 
-A step has two rows: in the second row of the second step, weights, gradients and the optimizer's states are all there.
-Each row has an image of 616 x 616 pixels, 60 tokens of text and answers of 256 tokens, 8 for GRPO. Counted on
-2026-11-29, in GB (10^9 bytes), without the few GB of CUDA itself and of fragmentation:
+A step has two rows: in the second row of the second step, weights, gradients and optimizer states are all there.
+A row has an image with 616 x 616 pixels, 60 text tokens and answers with 256 tokens, 8 for GRPO. Counted on
+2026-11-29, in GB (10^9 bytes), without the few GB for CUDA itself and for fragmentation:
 
                       sft    grpo     dpo
     Qwen2.5-VL-3B    70.0    72.2    78.8
@@ -43,7 +43,7 @@ SIDE, TEXT, ANSWER = 616, 60, 256  # pixels, tokens, tokens
 
 
 class Count(TorchDispatchMode):
-    """Count the bytes of all storages that are alive, and their largest number since the last mark."""
+    """Count the bytes in live storages, and their maximum since the last mark."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Count(TorchDispatchMode):
         if storage._cdata in self.seen:
             return
         self.seen.add(storage._cdata)
-        size = (storage.nbytes() + 511) // 512 * 512  # CUDA's allocator gives multiples of 512 bytes
+        size = (storage.nbytes() + 511) // 512 * 512  # CUDA allocates multiples of 512 bytes
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self.remove, storage._cdata, size)
@@ -77,7 +77,7 @@ class Count(TorchDispatchMode):
 
 
 class Attention(torch.autograd.Function):
-    """A fused kernel, which keeps queries, keys, values, its output and one number for each query."""
+    """Fused kernel: keeps queries, keys, values, output and one number per query."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
@@ -92,7 +92,7 @@ class Attention(torch.autograd.Function):
 
 
 class Indexing(TorchFunctionMode):
-    """Replace indexing, which does not work with fake tensors, with operators that allocate the same."""
+    """Replace indexing, which does not work with fake tensors, by operators with the same allocations."""
 
     def __init__(self, frequency_count: int):
         super().__init__()
@@ -157,7 +157,7 @@ def make_prompt(minimal):
 
 
 def sample(minimal, model, prompt, G: int, count: Count):
-    """Compute the prompt, and the first and the last token of completions, with a cache of its full length."""
+    """Compute the prompt, and the first and last completion tokens, with a full-length cache."""
     token = torch.zeros(G, 1, dtype=torch.long, device="cpu")
     position = torch.zeros(3, 1, dtype=torch.long, device="cpu")
     with torch.autocast("cuda", torch.bfloat16, enabled=True), torch.no_grad():
@@ -172,7 +172,7 @@ def sample(minimal, model, prompt, G: int, count: Count):
 
 
 def update(model, states: dict):
-    """Take a fused AdamW step, which allocates two states for each weight, and nothing else."""
+    """Take a fused AdamW step, which allocates two states per weight, and nothing else."""
     for weight in model.parameters():
         if weight not in states:
             states[weight] = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -182,7 +182,7 @@ def update(model, states: dict):
 def train(minimal, model, stage: str, count: Count):
     reference = minimal.make_reference(model) if stage == "dpo" else None
     if reference is not None:
-        for module in reference.modules():  # as minimal.make_reference does on a GPU
+        for module in reference.modules():  # like minimal.make_reference on a GPU
             if isinstance(module, nn.Linear):
                 module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
     count.mark("reference" if stage == "dpo" else "no reference")
@@ -229,7 +229,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(configs[options.model]))
         config = minimal.read_config(folder)
-    # CUDA's autocast computes log_softmax in float32
+    # CUDA autocast computes log_softmax in float32
     log_softmax = torch.Tensor.log_softmax
     in_float32 = mock.patch.object(torch.Tensor, "log_softmax", lambda x, axis: log_softmax(x.float(), axis))
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, mask: Attention.apply(q, k, v))

@@ -1,10 +1,10 @@
-"""Compare minimal.py with the package: seconds of a GRPO step, and memory for log-probabilities.
+"""Compare minimal.py with the package: seconds per GRPO step, and memory for log-probabilities.
 
     python benchmarks/one_file.py    # half a minute
 
-Both sides train the same tiny model on the same rows, one after the other, with one thread. The memory is the peak of a
-separate process, minus the peak of a process that only makes the inputs. The table "What the package adds" in README
-has both ratios.
+Both sides train the same tiny model on the same rows, one after the other, with one thread. Memory is the peak in a
+separate process, minus the peak in a process that only makes the inputs. Both ratios are in the table "What the package
+adds" in README.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.model.checkpoint import load_model, load_processor
 
 NEW_TOKENS, PROMPTS, STEPS = 14, 16, 8
-TOKENS, WIDTH, VOCABULARY = 2048, 256, 151936  # eight completions of 256 tokens; the vocabulary of Qwen2.5-VL
+TOKENS, WIDTH, VOCABULARY = 2048, 256, 151936  # eight completions with 256 tokens; vocabulary of Qwen2.5-VL
 
 
 def step_ratio() -> float:
-    """Return the time of a step in minimal.py relative to the package: 16 prompts, 8 completions of 14 tokens."""
+    """Return the step time of minimal.py relative to the package: 16 prompts, 8 completions with 14 tokens."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import minimal
 
@@ -57,7 +57,7 @@ def step_ratio() -> float:
 
 
 def log_probabilities(way: str):
-    """Compute log-probabilities and their gradients, with all logits or in blocks of the vocabulary."""
+    """Compute log-probabilities and gradients, with all logits or in vocabulary blocks."""
     torch.manual_seed(0)
     states = torch.randn(TOKENS, WIDTH, requires_grad=True)
     weight = (torch.randn(VOCABULARY, WIDTH) / WIDTH**0.5).requires_grad_()

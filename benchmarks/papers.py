@@ -1,11 +1,11 @@
-"""Train the built-in task of minimal.py with each page of docs/papers, and draw the accuracies.
+"""Train the built-in task in minimal.py with each page of docs/papers, and draw the accuracies.
 
     python benchmarks/papers.py --seeds 0 1 2 3 4         # all pages; runs that curves.json has are left out
     python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
     python benchmarks/papers.py --draw                    # only draw what was measured
 
-All methods begin with the same model for a seed, which is trained with SFT once. Each run takes about a minute. Its
-accuracies are added to docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
+For a seed, all methods begin with the same model, trained with SFT once. A run takes about a minute. Its accuracies are
+added to docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
 """
 
 import argparse
@@ -26,9 +26,9 @@ FOLDER = ROOT / "docs" / "papers"
 CURVES = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, EVERY, 2 * EVERY, ... steps]}}
 BLIND = FOLDER / "blind.json"  # {method: {seed: last accuracy with gray images}}
 STEPS, EVERY = 60, 20
-HELD_OUT = 128  # images that are not trained on; two answers to each are sampled
+HELD_OUT = 128  # held-out images; two sampled answers each
 
-# the method with which a page is compared: its diff without the page's own
+# {page: method to compare with}: the same method without this page's diff
 COMPARED = {
     "several_steps": "grpo",
     "gspo": "several_steps",
@@ -73,20 +73,20 @@ def is_dpo(method: str) -> bool:
 
 
 def pages_of(method: str) -> list[str]:
-    """Return the pages to apply; several_steps is applied last, because git finds its place then."""
+    """Return the pages to apply; several_steps last, because git finds its place then."""
     if method not in COMPARED:
         return []
     return [method, "several_steps"] if COMPARED[method] == "several_steps" else [method]
 
 
 def load_patched(pages: list[str]) -> ModuleType:
-    """Import a copy of minimal.py to which pages were applied."""
+    """Import a copy of minimal.py with pages applied."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copy(ROOT / "minimal.py", folder))
         for page in pages:
             before = file.read_text()
             subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
-            if file.read_text() == before:  # git skips the files of a repository around the folder
+            if file.read_text() == before:  # git skips files in a repository around the folder
                 raise RuntimeError(f"git apply did not change {file}; set TMPDIR to a folder outside of repositories")
         spec = importlib.util.spec_from_file_location("_".join(["minimal", *pages]), file)
         module = importlib.util.module_from_spec(spec)
@@ -100,7 +100,7 @@ def seed_all(seed: int):
 
 
 def demonstrated(seed: int, cache: Path) -> Path:
-    """Return a folder with the model of a seed after SFT, as in minimal.train_tiny; train it if it is missing."""
+    """Return a folder with a seed's model after SFT, as in minimal.train_tiny; train it if it is missing."""
     folder = cache / f"sft-{seed}"
     if not (folder / "model.safetensors").exists():
         minimal = load_patched([])
@@ -117,7 +117,7 @@ def demonstrated(seed: int, cache: Path) -> Path:
 
 
 def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[list[float], float]:
-    """Train a method. Return its accuracies after 0, EVERY, 2 * EVERY, ... steps, and the last one with gray images."""
+    """Train a method; return accuracies after 0, EVERY, 2 * EVERY, ... steps, and the last one with gray images."""
     folder = demonstrated(seed, cache)
     module = load_patched(pages_of(method))
     module.TEACHER = cache / f"grpo-{seed}"
@@ -160,12 +160,12 @@ STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{
 
 
 def common_seeds(curves: dict, method: str) -> list[str]:
-    """Return the seeds with which a method and the one that it is compared with were trained."""
+    """Return the seeds of a method that its comparison also has."""
     return sorted(curves.get(method, {}).keys() & curves.get(COMPARED[method], {}).keys(), key=int)
 
 
 def line(runs: list[list[float]], kind: str) -> list[str]:
-    """Draw the mean of runs, and a band from the smallest to the largest."""
+    """Draw the mean over runs, and a band from minimum to maximum."""
     points = range(len(runs[0]))
     x = [LEFT + (WIDTH - LEFT - 10) * i / (len(points) - 1) for i in points]
     y = [[TOP + (HEIGHT - TOP - 30) * (1 - run[i]) for run in runs] for i in points]
@@ -179,7 +179,7 @@ def line(runs: list[list[float]], kind: str) -> list[str]:
 
 
 def picture(curves: dict, method: str) -> str:
-    """Draw the accuracies of a method and of the one that it is compared with."""
+    """Draw accuracies for a method and its comparison."""
     seeds = common_seeds(curves, method)
     bottom = HEIGHT - 30
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">', STYLE]
@@ -198,7 +198,7 @@ def picture(curves: dict, method: str) -> str:
 
 
 def final(curves: dict, method: str, seeds: list[str]) -> str:
-    """Return the mean, the smallest and the largest last accuracy."""
+    """Return mean, minimum and maximum of the last accuracy."""
     return spread([curves[method][seed][-1] for seed in seeds])
 
 
@@ -209,7 +209,7 @@ def spread(last: list[float]) -> str:
 
 
 def ending(curves: dict, method: str) -> str:
-    """Return what follows the diff of a page."""
+    """Return the text after a page's diff."""
     seeds = common_seeds(curves, method)
     if not seeds:
         return ""
@@ -261,7 +261,7 @@ measured again.
 
 
 def written(curves: dict, blind: dict) -> dict[str, str]:
-    """Return {file in docs/papers: text} of all pages with their endings, and of the pictures."""
+    """Return {file in docs/papers: text} for all pages with their endings, and pictures."""
     texts = {}
     for method in COMPARED:
         page = (FOLDER / f"{method}.md").read_text()
@@ -296,7 +296,7 @@ def main():
             if options.steps != STEPS:
                 continue
             for file, result in ((CURVES, accuracies), (BLIND, blind)):
-                results = read(file)  # again, because another process may have added a run
+                results = read(file)  # again: another process may have added a run
                 results.setdefault(method, {})[str(seed)] = result
                 lines = [f' "{name}": {json.dumps(runs)}' for name, runs in results.items()]
                 file.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,14 +1,14 @@
-"""Simulate how evenly the ranks of a run train if completions have different lengths. No GPU is needed.
+"""Simulate how evenly ranks train if completions have different lengths. No GPU is needed.
 
 python benchmarks/rebalancing.py    # some seconds
 
-Each rank has 8 prompts of 1,224 tokens, and 8 completions of 64 to 4,096 tokens for each prompt. The logarithm of a
-completion's length is normal. The columns are means over many simulated steps:
+A rank has 8 prompts with 1,224 tokens, and 8 completions per prompt with 64 to 4,096 tokens, log-normal. The columns
+are means over many simulated steps:
 
-    own groups    tokens of the rank with the most tokens / mean of the ranks, if each rank trains on its own groups
-    rebalanced    the same, after minivlmrl/trainers/rebalancing.py has exchanged groups between the ranks
+    own groups    tokens on the rank with the most tokens / mean over ranks, if ranks train on their own groups
+    rebalanced    the same, after minivlmrl/trainers/rebalancing.py has exchanged groups between ranks
     lock-step     if ranks also wait for each other in each micro-batch, as in a sharded model without once_per_step
-    moved         share of the groups that another rank trains on; the other rank reads the images again
+    moved         share of groups that another rank trains on; the other rank reads the images again
 """
 
 import math
@@ -20,7 +20,7 @@ from minivlmrl.trainers.rebalancing import assign_groups
 
 PROMPTS = GENERATIONS = 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 1224, 64, 4096
-# median length, standard deviation of the logarithm, and the share of its variance that a prompt's completions share
+# median length, standard deviation of the logarithm, and the share of its variance within a prompt's completions
 DISTRIBUTIONS = {
     "nearly equal": (240, 0.1, 0.3),
     "short": (200, 0.6, 0.3),
@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
 
 
 def draw_lengths(ranks: int, distribution: str, generator: torch.Generator) -> Tensor:
-    """Draw the number of tokens in each group of each rank: (ranks, PROMPTS)."""
+    """Draw tokens per group: (ranks, PROMPTS)."""
     median, sigma, share = DISTRIBUTIONS[distribution]
     of_prompts = torch.randn(ranks, PROMPTS, 1, generator=generator)
     of_completions = torch.randn(ranks, PROMPTS, GENERATIONS, generator=generator)
@@ -41,19 +41,19 @@ def draw_lengths(ranks: int, distribution: str, generator: torch.Generator) -> T
 
 
 def rebalance(lengths: Tensor) -> tuple[Tensor, float]:
-    """Rebalance groups, and return the new lengths (ranks, PROMPTS) and the share of the groups that move."""
+    """Rebalance groups; return the new lengths (ranks, PROMPTS) and the share of moved groups."""
     parts = assign_groups(lengths.tolist())
     moved = [source != rank for rank, part in enumerate(parts) for source, _ in part]
     return torch.stack([torch.stack([lengths[group] for group in part]) for part in parts]), sum(moved) / len(moved)
 
 
 def imbalance(lengths: Tensor) -> float:
-    """Return the number of tokens on the rank with the most tokens, divided by the mean of the ranks."""
+    """Return the tokens on the rank with the most tokens, divided by the mean over ranks."""
     return (lengths.sum(1).max() / lengths.sum(1).mean()).item()
 
 
 def lock_step(lengths: Tensor) -> float:
-    """Return the sum of the longest group of each micro-batch, divided by the mean tokens of the ranks."""
+    """Return the sum over the longest group per micro-batch, divided by the mean tokens per rank."""
     return (lengths.amax(0).sum() / lengths.sum(1).mean()).item()
 
 

@@ -24,8 +24,8 @@ SHORT = [
 ]
 SMALL = ["--data.eval_rows=4", "--num_threads=1", "--checkpoint_minutes=0", "--report_minutes=0", *SHORT]
 FEW = [f"--{stage}.prompts_per_step=4" for stage in ("sft", "dpo", "grpo", "ppo")]
-ROWS = "ROWS"  # replaced by a folder with two files of rows
-RUNS = {  # name: (number of processes, recipe, options)
+ROWS = "ROWS"  # replaced by a folder with two row files
+RUNS = {  # name: (processes, recipe, options)
     "default": (1, "shapes.yaml", []),
     "mpo": (1, "shapes_mpo.yaml", []),
     "ppo": (1, "shapes_ppo.yaml", ["--ppo.critic=separate", "--ppo.num_mini_batches=2"]),
@@ -64,7 +64,7 @@ def write_rows(folder: Path):
 
 
 def hash_of(checkout: Path, name: str, rows: Path) -> str:
-    """Train one of the runs in a checkout, and return a hash of its weight files and metrics."""
+    """Train a run in a checkout; return a hash of weight files and metrics."""
     processes, recipe, options = RUNS[name]
     launcher = [sys.executable]
     if processes > 1:
@@ -80,7 +80,7 @@ def hash_of(checkout: Path, name: str, rows: Path) -> str:
         for file in sorted(Path(output).rglob("*.safetensors")):
             total.update(f"{file.relative_to(output)}\n".encode())
             total.update(file.read_bytes())
-        # a metric's name contains the path of its reward
+        # metric names contain the path of the reward
         metrics = (Path(output) / "run" / "metrics.jsonl").read_bytes().replace(str(rows).encode(), b"")
         total.update(metrics)
         return total.hexdigest()[:16]

@@ -1,13 +1,13 @@
-"""Train the built-in task with minivlmrl's and TRL's GRPO, and compare accuracy over steps and over CPU seconds.
+"""Train the built-in task with GRPO in minivlmrl and TRL, and compare accuracy over steps and over CPU seconds.
 
     python benchmarks/same_curve.py --json docs/papers/same_curve.json    # an hour on one core; needs .[test]
     python benchmarks/same_curve.py --toy                                 # two steps of both
 
 SFT trains one model. From this model, both trainers train with the same rows in the same order and the same options,
-which nobody tuned. Both are evaluated by the same function on the same held-out pictures; the clock stops meanwhile.
-Each run is a process of its own with one thread, and the runs of the two trainers alternate. TRL has its defaults,
-except for options of the method and for these, which make it faster on a CPU: all completions of a step in one batch,
-and no gradient checkpointing. Its processor needs no torchvision.
+which nobody tuned. Both are evaluated by the same function on the same held-out pictures; the clock stops meanwhile. A
+run is a process with one thread, and runs of the two trainers alternate. TRL has its defaults, except for method
+options and for these, which make it faster on a CPU: all completions of a step in one batch, and no gradient
+checkpointing. Its processor needs no torchvision.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported; no network is needed
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the import of transformers; no network needed
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common  # noqa: E402
@@ -47,7 +47,7 @@ FULL, TOY = (160, 20, 256, 40), (2, 1, 4, 1)
 
 
 class Clock:
-    """CPU seconds of this process, except in evaluations."""
+    """CPU seconds in this process, except in evaluations."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Recorder(Callback):
-    """Record the rows of our run, and its CPU seconds before each evaluation."""
+    """Record the rows in our run, and CPU seconds before evaluations."""
 
     def __init__(self):
         self.rows, self.seconds = [], []
@@ -94,7 +94,7 @@ def read_config(work: Path, sizes: tuple, seed: int, *options: str) -> RunConfig
 
 
 def train_ours(work: Path, sizes: tuple, seed: int) -> dict:
-    """Train with minivlmrl, and write the indices of the rows for TRL."""
+    """Train with minivlmrl, and write the row indices for TRL."""
     out = work / f"ours_{seed}"
     model = [f"--model.path={work / 'sft' / 'checkpoint'}", "--model.config=null", "--stages=[grpo]"]
     config = read_config(work, sizes, seed, *model, f"--output_dir={out}")
@@ -161,13 +161,13 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
         transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32),
         [reward_format, reward_accuracy],
         trl.GRPOConfig(
-            # the method, as in recipes/shapes.yaml
+            # method, as in recipes/shapes.yaml
             per_device_train_batch_size=grpo.prompts_per_step * grpo.num_generations,
             num_generations=grpo.num_generations, max_completion_length=config.sampling.max_new_tokens,
             max_steps=steps, learning_rate=grpo.learning_rate, lr_scheduler_type="linear",
             warmup_steps=grpo.warmup_steps, adam_beta2=grpo.adam_beta2, beta=grpo.beta, loss_type=grpo.loss_type,
             reward_weights=list(config.rewards.values()), seed=seed, shuffle_dataset=False,
-            # float32 on a CPU, and nothing that is written
+            # float32 on a CPU, without files
             use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=steps + 1, save_strategy="no",
             report_to="none", disable_tqdm=True, output_dir=str(work / f"trl_{seed}"),
         ),
@@ -180,10 +180,10 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
 
 
 def compare(runs: list[dict]) -> dict:
-    """Test whether the mean accuracy after the first step differs between the sides, by all permutations of the runs.
+    """Test whether mean accuracies after the first step differ between the sides, by all permutations of the runs.
 
     Returns:
-        Mean of each side, and the share of permutations with a difference at least as large as the measured one.
+        Mean per side, and the share of permutations with a difference at least as large as the measured one.
     """
     means = [(run["side"], statistics.mean(run["accuracy"][1:])) for run in runs]
     ours, theirs = ([mean for side, mean in means if side == name] for name in SIDES)

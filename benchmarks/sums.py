@@ -2,8 +2,8 @@
 
     python benchmarks/sums.py vlm work --seeds 0 1 --json docs/curves/sums.json    # half an hour a run on one core
 
-`vlm` is the folder that recipes/from_text_model.py wrote. The folder `work` keeps the outputs of all runs, and a
-finished run is not repeated. The control has the rewards of each step permuted.
+`vlm` is the folder that recipes/from_text_model.py wrote. The folder `work` keeps all outputs, and finished runs are
+not repeated. The control has the rewards of each step permuted.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RUNS = {
     "grpo": [],
     "shuffled rewards": ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"],
 }
-# questions without arithmetic, and what their answers must contain; chosen before the first run
+# no arithmetic; {question: required text in the answer}, chosen before the first run
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "What color do you get if you mix blue and yellow?": "[Gg]reen",
@@ -41,7 +41,7 @@ QUESTIONS = {
 
 
 def call(command: list[str]) -> dict:
-    """Run a command of minivlmrl on one thread; return its CPU seconds and the peak memory of all commands so far."""
+    """Run a minivlmrl command on one thread; return CPU seconds, and peak memory over all commands so far."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "minivlmrl", *command], cwd=ROOT, env=environment, check=True)
@@ -55,7 +55,7 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def train(model: Path, work: Path, folder: Path, seed: int, options: list[str]) -> dict:
-    """Train a model unless its folder is complete, and return the curves and the cost of the run."""
+    """Train a model unless its folder is complete; return curves and cost."""
     if not (folder / "run.json").exists():
         files = [f"--data.{name}_file={work / f'sums_{name}.jsonl'}" for name in ("train", "eval")]
         command = ["train", "recipes/sums.yaml", f"--model.path={model}", f"--output_dir={folder}", f"--seed={seed}"]
@@ -73,7 +73,7 @@ def train(model: Path, work: Path, folder: Path, seed: int, options: list[str]) 
 
 
 def ask(model: Path, work: Path, name: str) -> dict:
-    """Answer the held-out rows, the new kinds of rows and the other questions greedily; `name` is for the files."""
+    """Answer held-out rows, the new kinds of rows and other questions greedily; `name` is for the files."""
     found = {}
     correct = defaultdict(list)
     for part in ("eval", "new", "questions"):
