@@ -14,6 +14,27 @@ def test_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([expected, expected, -expected, -expected]))
 
 
+def test_the_other_advantages_by_hand():
+    """Two groups with the deviations 0.5, -0.5 and 1.5, -1.5; all four rewards have a variance of 2."""
+    rewards = torch.tensor([1.0, 0.0, 3.0, 0.0])
+    batch = torch.tensor([0.5, -0.5, 1.5, -1.5]) / (2.0**0.5 + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, 2, "batch"), batch)
+    torch.testing.assert_close(leave_one_out(torch.tensor([1.0, 0.0, 0.0]), 3), torch.tensor([1.0, -0.5, -0.5]))
+    others = torch.tensor([1.0, -1.0, 3.0, -3.0])
+    torch.testing.assert_close(leave_one_out(rewards, 2), others)
+    torch.testing.assert_close(leave_one_out(rewards, 2, normalize=True), others / ((20 / 3) ** 0.5 + 1e-4))
+    # a reward that nobody judged is left out: the group has two completions
+    torch.testing.assert_close(leave_one_out(torch.tensor([1.0, NAN, 0.0]), 3), torch.tensor([1.0, 0.0, -1.0]))
+
+
+def test_a_weight_of_gdpo_counts_after_each_reward_is_normalized():
+    rewards = torch.tensor([[0.0, 100.0], [1.0, 0.0], [0.0, 0.0]])
+    third = torch.tensor([-1.0, 2.0, -1.0]) / 3 / ((1 / 3) ** 0.5 + 1e-4)
+    total = third + 3 * torch.tensor([2.0, -1.0, -1.0]) * 100 / 3 / ((1e4 / 3) ** 0.5 + 1e-4)
+    expected = total / (total.std() + 1e-4)
+    torch.testing.assert_close(normalize_then_sum(rewards, torch.tensor([1.0, 3.0]), 3), expected)
+
+
 def test_a_completion_nobody_could_judge_counts_for_nothing():
     rewards = torch.tensor([[NAN], [1.0], [0.0], [1.0]])
     combined = combine(rewards, torch.ones(1))

@@ -29,6 +29,35 @@ def test_clipped_losses(loss_type, first, second):
     assert metrics == {name: near(value) for name, value in shares.items()}
 
 
+@pytest.mark.parametrize("ratio, advantage, delta, expected, is_clipped", [
+    (1.5, 1.0, None, -1.4, True), (1.5, -1.0, None, 1.5, False), (0.5, 1.0, None, -0.5, False),
+    (0.5, -1.0, None, 0.7, True), (9.0, -1.0, None, 9.0, False), (9.0, -1.0, 3.0, 3.0, False),
+])  # fmt: skip
+def test_the_sign_of_the_advantage_chooses_the_bound(ratio, advantage, delta, expected, is_clipped):
+    loss, _, metrics = policy([[ratio]], [advantage], epsilon_low=0.3, epsilon_high=0.4, delta=delta)
+    assert loss == near(expected) and metrics["clip_ratio/region_mean"] == is_clipped
+
+
+@pytest.mark.parametrize(("loss_type", "expected"), [
+    ("grpo", (-1.2 + (0.8 + 1.0 + 1.1) / 3) / 5), ("dapo", 1.7 / 50), ("dr_grpo", 1.7 / (5 * 10)),
+    ("bnpo", 1.7 / 4 * 2 / 5), ("luspo", 1.7 / 5),
+])  # fmt: skip
+def test_a_micro_batch_is_divided_by_the_counts_of_its_step(loss_type, expected):
+    """The step has 5 completions and 50 tokens."""
+    step = {"sequences": 5, "tokens": 50, "max_completion_length": 10}
+    assert policy(*OFF_POLICY, loss_type=loss_type, **step)[0] == near(expected)
+
+
+def test_a_ratio_of_a_completion_is_a_mean_over_its_tokens():
+    loss = policy(*OFF_POLICY, loss_type="grpo", importance_sampling_level="sequence", epsilon_high=0.6)[0]
+    assert loss == near((-1.5 + (0.5 * 1.0 * 1.1) ** (1 / 3)) / 2)
+
+
+def test_the_kl_is_weighted_by_beta():
+    ref = tensor([-1.0 - log(2)])
+    assert policy([[1.0]], [1.0], beta=0.3, ref_per_token_logps=ref)[0] == near(-1 + 0.3 * K3)
+
+
 @pytest.mark.parametrize("estimator, value, gradient", [
     ("k1", log(2), 1.0),  # 0.6931
     ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref

@@ -1,6 +1,7 @@
 """Compare preference losses with arithmetic by hand; tests/parity compares with TRL."""
 
 from math import exp, log
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,62 @@ def test_label_smoothing_of_sigmoid_is_cdpo():
     """The loss is 0.9 * -log s(0.75) + 0.1 * -log s(-0.75), its expectation if one label in ten is flipped."""
     expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
     assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
+
+
+TWO = pairs([-1.0, -2.0], [-3.0, -1.0], [-2.0, -1.0], [-1.0, -4.0])  # u = 1, -1 and v = -2, 3
+
+
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+def cdpo(z):
+    """Return -log sigmoid(z) with a label smoothing of 0.1."""
+    return 0.9 * softplus(-z) + 0.1 * softplus(z)
+
+
+@pytest.mark.parametrize("loss_type, expected, options", [
+    ("hinge", 0.25, {}), ("hinge", 0.0, {"beta": 2.0}), ("ipo", (0.5 + 0.5 - 1 / (2 * 0.5)) ** 2, {}),
+    ("exo_pair", sigmoid(0.75) * (log(sigmoid(0.75)) - log(0.9)) + sigmoid(-0.75) * (log(sigmoid(-0.75)) - log(0.1)),
+     {"label_smoothing": 0.1}),
+    ("nca_pair", softplus(-0.25) + 0.5 * softplus(0.25) + 0.5 * softplus(-0.5), {}),
+    ("robust", (0.9 * softplus(-0.75) - 0.1 * softplus(0.75)) / 0.8, {"label_smoothing": 0.1}),
+    ("bco_pair", softplus(-0.25) + softplus(-0.5), {}), ("sppo_hard", 0.5**2 + 0.0, {}),
+    ("apo_zero", sigmoid(-0.25) + sigmoid(-0.5), {}), ("apo_down", sigmoid(0.25) + sigmoid(-0.75), {}),
+    ("discopop", sigmoid(-1.5) * softplus(-0.75) + sigmoid(1.5) * exp(-0.75), {"discopop_tau": 0.5}),
+    ("sigmoid_norm", softplus(-0.5), {}), ("sft", 1.0, {}),
+    (["sigmoid", "sft"], 0.8 * softplus(-0.75) + 0.2 * 1.0, {"loss_weights": [0.8, 0.2]}),
+    (["sigmoid", "sft"], softplus(-0.75) / 4 + 1 / 10, {"normalizer": SimpleNamespace(sequences=8, tokens=10)}),
+    ("sigmoid", exp(-0.5 - 0.25) * softplus(-0.75),
+     {"use_weighting": True, "log_sum_sq_probs": tensor([[-0.5, 9.0], [-1.0, -1.5]])}),
+    ("sigmoid", softplus(-0.5 * (1 - exp(-0.5) - 1 + exp(1.0))), {"f_divergence_type": "forward_kl"}),
+    ("sigmoid", softplus(-0.5 * log((1 + exp(1.0)) / (1 + exp(-0.5)))), {"f_divergence_type": "js_divergence"}),
+    ("sigmoid", softplus(-0.5 * (exp(-0.5 * 0.5) - exp(-0.5 * -1)) / -0.5), {"f_divergence_type": "alpha_divergence"}),
+    ("sigmoid_norm", softplus(-0.5 * (1 - exp(-0.5) - (1 - exp(1.0)) / 2)), {"f_divergence_type": "forward_kl"}),
+    ("aot", (cdpo(0.0) + cdpo(-0.5)) / 2, {**TWO, "label_smoothing": 0.1}),  # sorted margins -1, 2 and -1, 3
+    ("aot_unpaired", (cdpo(0.5) + cdpo(-1.0)) / 2, {**TWO, "label_smoothing": 0.1}),
+])  # fmt: skip
+def test_a_preference_loss_by_hand(loss_type, expected, options):
+    given = {"per_token_logps": PAIR, "mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, "beta": 0.5, **options}
+    assert dpo_loss(**given, loss_type=loss_type)[0].item() == near(expected)
+
+
+def test_metrics_of_a_pair():
+    _, metrics = dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, beta=0.5)
+    assert {name.split("/", 1)[1] if name.startswith("rewards") else name: x.item() for name, x in metrics.items()} == {
+        "chosen": 0.25, "rejected": -0.5, "margins": 0.75, "accuracies": 1.0, "logps/chosen": -1.0,
+        "logps/rejected": -3.0,
+    }  # fmt: skip
+
+
+def test_a_reward_loss_with_all_options():
+    chosen, rejected, margin = tensor(2.0, 1.0), tensor(1.0, 1.0), tensor(0.5, 0.0)
+    options = {"margin": margin, "center_rewards_coefficient": 0.1}
+    total = softplus(-0.5) + 0.9 + softplus(0.0) + 0.4
+    for normalizer, num_pairs in ((None, 2), (SimpleNamespace(sequences=8), 4)):
+        loss, metrics = reward_loss(chosen, rejected, **options, normalizer=normalizer)
+        assert loss.item() == near(total / num_pairs)
+        assert metrics["rewards/accuracies"].item() == 0.5  # equal rewards are no success
 
 
 def test_reference_sums_stand_for_those_of_tokens():

@@ -30,6 +30,12 @@ def test_docstring_examples_of_sft():
     assert sft_loss(logps, mask, loss_type="dft").item() == pytest.approx(0.271, abs=5e-4)
 
 
+def test_the_weights_of_dft_have_no_gradient():
+    logps = tensor([log(0.5), log(0.25)]).requires_grad_()
+    loss = sft_loss(logps, torch.ones(1, 2), loss_type="dft")
+    assert torch.autograd.grad(loss, logps)[0].flatten().tolist() == near(-0.5 / 2, -0.25 / 2)
+
+
 def test_an_unknown_sft_loss_is_refused():
     with pytest.raises(ValueError, match="loss_type is 'mse', but it must be one of nll, dft"):
         sft_loss(torch.zeros(1, 1), torch.ones(1, 1), loss_type="mse")

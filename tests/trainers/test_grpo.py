@@ -109,7 +109,9 @@ def test_without_any_signal_one_completion_remains(stage, script):
     assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # the fraction counts all groups
 
 
-@pytest.mark.parametrize("options", [[], ["--grpo.importance_sampling_level=sequence"], ["--grpo.loss_type=cispo"]])
+@pytest.mark.parametrize("options", [
+    [], ["--grpo.importance_sampling_level=sequence"], ["--grpo.loss_type=cispo"], ["--grpo.loss_type=rloo"],
+])  # fmt: skip
 def test_clip_ratios_count_completions_that_are_left_out(stage, script, monkeypatch, options):
     """TRL divides by all tokens of a step. A group with equal rewards is left out here, and is never clipped."""
     moves = ["--grpo.num_iterations=2", "--grpo.learning_rate=0.01"]

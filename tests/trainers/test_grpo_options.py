@@ -143,6 +143,18 @@ def test_rloo_by_hand(stage, samples, loss_calls):
     assert line["reward"] == pytest.approx(plain.mean().item())
 
 
+def test_the_kl_of_rloo_is_a_mean_over_all_steps_of_a_rollout(stage):
+    run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.steps_per_generation=2")
+    run.go(2)
+    batches, found = [], []
+    for _ in range(2):
+        batches += run.next()
+        found.append(run.update()["kl"])
+    kl = sum(((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum().item() for b in batches)
+    tokens = sum(b.loss_mask.sum().item() for b in batches)
+    assert found == pytest.approx([kl / tokens] * 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
     stage, loss_calls, samples, monkeypatch, quantile
