@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minivlmrl.distributed import network
+from minivlmrl.distributed import network, process_group
 from minivlmrl.distributed.network import attempt_store, connect
 from minivlmrl.distributed.process_group import World
 from tests.helpers.children import exit_code, fork, fork_ranks
@@ -125,8 +125,10 @@ def test_gpus_that_exchange_wrong_numbers_are_refused(group_of_gpus):
 
 def test_a_barrier_waits_on_the_cpu(monkeypatch):
     """If the process group has a device, dist.barrier waits for all work of the GPUs."""
-    sums = []
+    groups = []
     monkeypatch.setattr(dist, "barrier", None)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sums.append(tensor.device))
+    monkeypatch.setattr(dist, "monitored_barrier", lambda group, *_, **__: groups.append(group))
+    monkeypatch.setattr(process_group, "barrier_group", "gloo")
+    monkeypatch.setattr(process_group, "restart_watchdog", lambda *_: None)
     World(0, 2).barrier()
-    assert sums == [CPU]
+    assert groups == ["gloo"]

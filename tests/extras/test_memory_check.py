@@ -40,7 +40,7 @@ def refusal_of(options, home, free, monkeypatch, check=None):
 
 LARGE = {
     "image": ({"image": "large.png"}, r"an image of 2000 x 1500 pixels", ("--data.max_pixels=", "")),
-    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", ("--data.video={max_pixels: ", "}")),
+    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", ('"--data.video={max_pixels: ', '}"')),
 }
 
 
@@ -65,8 +65,9 @@ def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tm
     assert f"needs about {needed:.1f} GB" in message
     assert re.search(rf"rows\.jsonl:2, with a prompt of [\d,]+ tokens, of which [\d,]+ show {media}", message)
     pixels = re.search(rf"The stage fits with {re.escape(option)}(\d+){end}\. ", message)[1]
-    assert refusal_of([*files, f"{option}{pixels}{end}"], home, free, monkeypatch) is None
-    assert refusal_of([*files, f"{option}{2 * int(pixels)}{end}"], home, free, monkeypatch)  # not far too small
+    cured, not_cured = (f"{option}{n}{end}".strip('"') for n in (pixels, 2 * int(pixels)))
+    assert refusal_of([*files, cured], home, free, monkeypatch) is None
+    assert refusal_of([*files, not_cured], home, free, monkeypatch)  # not far too small
     *cures, _ = re.search(r"Try (.*)\. docs/", message)[1].split(", then ")
     assert cures[:2] == ["--model.activation_checkpointing=true", "--grpo.micro_batch_size=1"]
     assert refusal_of([*files, *cures], home, free, monkeypatch) is None
