@@ -40,7 +40,11 @@ def refusal_of(options, home, free, monkeypatch, check=None):
 
 LARGE = {
     "image": ({"image": "large.png"}, r"an image of 2000 x 1500 pixels", ("--data.max_pixels=", "")),
-    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", ('"--data.video={max_pixels: ', '}"')),
+    "video": (
+        {"video": ["frame.png"] * 60},
+        r"a video of 60 frames of 640 x 480",
+        ('"--data.video={max_pixels: ', '}"'),
+    ),
 }
 
 
