@@ -91,7 +91,7 @@ def sums_rows(results: dict) -> list[str]:
     rows = []
     for run in results["runs"]:
         accuracies = [f"{run[way][i]:.3f}" for i in (0, -1) for way in ("sampled", "greedy")]
-        cells = [f"{run['run']}, seed {run['seed']}", str(run["steps"][-1]), *accuracies, f"{run['cpu_seconds']}"]
+        cells = [f"{run['run']}, seed {run['seed']}", str(run["steps"][-1]), *accuracies, f"{run['cpu_seconds'] or ''}"]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
