@@ -43,11 +43,8 @@ def patched(*pages: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_three_paragraphs_and_one_short_diff(page):
-    text = (FOLDER / f"{page}.md").read_text()
+def test_a_page_has_one_short_diff(page):
     assert changed_lines(page) <= MOST_LINES.get(page, 25)
-    before = text.partition("```diff")[0].strip().split("\n\n")
-    assert before[0].startswith("# ") and len(before) == 4
     assert patched(page).QwenVL
 
 
