@@ -178,8 +178,6 @@ class DecodeAttention:
     check_every = 1  # steps between checks for finished rows
     # (slice of rows, slice of new tokens): calls of a layer with a state
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows that append a tool response in this step
-    response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths

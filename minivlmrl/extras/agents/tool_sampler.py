@@ -217,7 +217,6 @@ class AnswerAttention(DecodeAttention):
         self.decoding = decoding
         self.layer_states = decoding.layer_states
         self.answer_spans = []
-        self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one per prompt
         newest = decoding.newest.tolist()  # position of the newest token, per row
         # per result: row in the batch, tokens in the packed sequence

@@ -24,6 +24,7 @@ import yaml
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import parse_yaml, read_value
 from minivlmrl.config.types import Plain
+from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
@@ -71,17 +72,16 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
-    lacking: dict[str, list[str]] = {"question": [], "answer": []}  # where rows lack one
+    noted: dict[str, list[str]] = {"question": [], "answer": [], "box": []}  # rows to report
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, *lacking.values()):
+        for found in (dropped, changed, *noted.values()):
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
-                new_row = convert_row(row, layout, folder_of(path), dropped)
+                new_row, num_images = convert_row(row, layout, folder_of(path), dropped)
                 changed["rows"] += 1
-                lacking["question"] += [] if has_prompt(new_row) else [where]
-                lacking["answer"] += [] if has_answer(new_row) else [where]
+                note_row(noted, where, new_row, num_images)
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
 
@@ -91,27 +91,26 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
             print(f"{path}: a run reads its {pluralize(changed['rows'], 'row')} unchanged", file=sys.stderr)
-            report_lacking(lacking, changed["rows"])
+            report_rows(noted, changed["rows"])
             return path
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
     print(f"{path}: wrote {pluralize(changed['rows'], 'row')} of the layout {layout!r} to {out}", file=sys.stderr)
     report_dropped(dropped, out)
-    report_lacking(lacking, changed["rows"])
+    report_rows(noted, changed["rows"])
     if out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
 
 
-def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> dict:
-    """Convert a row to minivlmrl's layout and check it; count losses in `dropped`."""
+def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, int]:
+    """Convert a row to minivlmrl's layout, check it and count its images; count losses in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
     new_row = finish(columns)
-    check_new_row(new_row, folder)
-    return new_row
+    return new_row, check_new_row(new_row, folder)
 
 
 def report_dropped(dropped: Counter, out: Path):
@@ -135,15 +134,23 @@ def has_answer(row: dict) -> bool:
     return any(answer is not None for answer in answers) or (bool(turns) and turns[-1]["role"] == "assistant")
 
 
-def report_lacking(lacking: dict[str, list[str]], num_rows: int):
-    """Print how many rows have no question or no answer; without any, the question is in data.prompt_template."""
-    refusals = {
+def note_row(noted: dict[str, list[str]], where: str, row: dict, num_images: int):
+    noted["question"] += [] if has_prompt(row) else [where]
+    noted["answer"] += [] if has_answer(row) else [where]
+    noted["box"] += [where] if num_images > 1 and parse_boxes(str(row.get("solution"))) else []
+
+
+def report_rows(noted: dict[str, list[str]], num_rows: int):
+    """Print how many rows lack a question or answer; without questions, they are in data.prompt_template."""
+    notes = {
         "question": "no question (problem, prompt or messages), for example {}: a run refuses them",
         "answer": "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them",
+        "box": "a box and several images, for example {}: rewards measure boxes in the first image; put the image of "
+        "the box first",
     }
-    for name, places in lacking.items():
-        if places and (name == "answer" or len(places) < num_rows):
-            print(f"{len(places)} of {num_rows} rows have {refusals[name].format(places[0])}", file=sys.stderr)
+    for name, places in noted.items():
+        if places and (name != "question" or len(places) < num_rows):
+            print(f"{len(places)} of {num_rows} rows have {notes[name].format(places[0])}", file=sys.stderr)
 
 
 @contextmanager
@@ -159,12 +166,13 @@ def row_errors(where: str) -> Iterator[None]:
             ) from error
 
 
-def check_new_row(row: dict, folder: Path):
-    """Raise ValueError if a run would refuse a converted row."""
+def check_new_row(row: dict, folder: Path) -> int:
+    """Return the number of images; raise ValueError if a run would refuse the converted row."""
     json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair cannot be written
     # rows without a prompt, such as an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
-    checked_row(row, (), row.keys() - {"label"}, options, folder)
+    _, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
+    return sum(item.kind == "image" for item in media)
 
 
 def check_renamed(renamed: dict[str, str], names: set[str]):

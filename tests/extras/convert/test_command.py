@@ -192,6 +192,15 @@ def test_rows_without_a_question_are_counted_beside_others(write_rows, capsys):
         assert (expected in capsys.readouterr().err) == message
 
 
+def test_boxes_of_rows_with_several_images_are_counted(write_rows, capsys):
+    row = {"problem": "Find it", "images": TWO, "solution": [1, 2, 3, 4]}
+    marked = {"messages": [user("<image> or <image>? Find it"), assistant("[1, 2, 3, 4]")], "images": TWO}
+    path = write_rows(row, row | RED, row | {"solution": "red"}, marked | {"solution": "[1, 2, 3, 4]"})
+    assert main([str(path)]) == 0
+    expected = r"2 of 4 rows have a box and several images, for example \S*rows\.jsonl:1: rewards measure boxes in"
+    assert re.search(expected, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("answer", [
     {"problem": "a", "solution": ""}, {"problem": "a", "completion": "b"}, {"messages": [user("a"), assistant("b")]},
     {"problem": "a", "chosen": "b", "rejected": "c"}, {"problem": "a", "solution": None},
