@@ -24,10 +24,12 @@ SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
+SFT = {"stages": ["sft"]}
+NOT_EVALUATED = {"data.eval_rows": 0}
 # (option, value, recipes in which the option has no effect, recipes in which the option has an effect)
 CASES = [
-    ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
-    ("best_metric", "eval/accuracy_greedy", [FILES], [{}]),
+    ("eval_steps", 2, [FILES, NOT_EVALUATED], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
     ("num_logged_prompts", 3, [{"log_completions": 0}], [{}]),
     ("save", "adapter", [{}], [ADAPTER]),
     *((f"adapter.{name}", value, [{}], [ADAPTER]) for name, value in {
@@ -37,8 +39,9 @@ CASES = [
         "image_root": "folder", "format": "my_format.py:read", "columns": {"label": "solution"},
         "skip_unreadable": True,
     }.items()),
-    *((f"data.{name}", value, [FILES], [{}]) for name, value in {
-        "eval_rows": 3, "eval_without_images": True, "eval_rewards": ["iou"],
+    ("data.eval_rows", 3, [FILES], [{}]),
+    *((f"data.{name}", value, [FILES, NOT_EVALUATED], [{}]) for name, value in {
+        "eval_without_images": True, "eval_rewards": ["iou"],
     }.items()),
     *((f"sharding.{name}", value, [{}], [SHARDED]) for name, value in {"replicas": 2, "cpu_offload": True}.items()),
     ("sharding.once_per_step", True, [{}, {"model.compute_dtype": "bfloat16"}], [SHARDED]),
@@ -54,10 +57,15 @@ CASES = [
     ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
-    *((f"sampling.{name}", value, [GREEDY], [{}]) for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.5}.items()),
+    *((f"sampling.{name}", value, [GREEDY, SFT], [{}]) for name, value in {
+        "top_k": 5, "top_p": 0.5, "min_p": 0.5,
+    }.items()),
+    *((f"sampling.{name}", value, [SFT], [{}]) for name, value in {
+        "temperature": 0.7, "repetition_penalty": 1.2, "engine": "vllm",
+    }.items()),
     ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
     ("sampling.cuda_graph", "never", [VLLM], [{}]),
-    ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
+    ("sampling.vllm", {"dtype": "float32"}, [{}, VLLM | SFT], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
     ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],
      [TWICE, {"grpo.steps_per_generation": 2}, OWN_LOSS]),

@@ -14,6 +14,7 @@ from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import SMOOTHED
+from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
 # (options, reason why they have no effect, function that tells whether the rule applies to a recipe)
@@ -41,6 +42,8 @@ RULES: list[Rule] = [
     ("eval_steps best_metric data.eval_rows data.eval_without_images data.eval_rewards",
      "there are no rows to evaluate unless data.eval_file or data.task is set",
      lambda r: not (r.data.eval_file or r.data.task)),
+    ("eval_steps best_metric data.eval_without_images data.eval_rewards",
+     "data.eval_rows is 0, so nothing is evaluated", lambda r: r.data.eval_rows == 0),
     ("data.image_root data.format data.columns data.skip_unreadable",
      "data.task generates all rows, so no file is read", lambda r: r.data.task),
     ("num_logged_prompts", "completions are only logged if log_completions is above 0",
@@ -149,6 +152,8 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
         options = ["log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"]
         is_evaluated = data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task)
         yield options if is_evaluated else ["rewards", *options], "no stage samples completions"
+        options = [f"sampling.{name}" for name in ("engine", "vllm", "temperature", *UNFILTERED)]
+        yield options, "no stage samples completions, and evaluations sample without these options"
     if trainers and not any(trainer.has_reference(getattr(config, name)) for name, trainer in trainers.items()):
         yield (
             ["reference.path", "reference.sync_ref_model"],
