@@ -7,7 +7,6 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from opcode import opmap
 from pathlib import Path
 from traceback import extract_tb, print_exception
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # our own code: errors without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
+# import only torch, so they raise ValueError instead of UserError
+TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
 # user Python files, which recipes name as `file.py:name`
 USER_FILES: set[str] = set()
 
@@ -29,8 +30,15 @@ SIMILAR = 0.75  # minimum similarity for a suggested name, 1 = equal
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
+class UserError(ValueError):
+    """Error that the user can fix: its message is shown without a traceback."""
+
+
 class error_context(AbstractContextManager):
-    """Context manager: prefix a ValueError with a file, row or field, and add it as a note to other exceptions."""
+    """Context manager: make a ValueError a UserError that begins with a file, row or field.
+
+    Other exceptions get a note.
+    """
 
     # a class: faster than contextlib.contextmanager, once per data row
     def __init__(self, where: str | Path):
@@ -39,7 +47,7 @@ class error_context(AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ValueError):
             if not str(error).startswith(f"{self.where}: "):
-                raise ValueError(f"{self.where}: {truncate_message(error)}") from error
+                raise UserError(f"{self.where}: {truncate_message(error)}") from error
         elif isinstance(error, Exception):
             error.add_note(f"in {self.where}")
 
@@ -47,13 +55,12 @@ class error_context(AbstractContextManager):
 def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that needs no traceback, otherwise None.
 
-    These are out of memory, OSError, and ValueError from minivlmrl. Errors in user code keep their traceback.
+    These are out of memory, OSError, and UserError. Errors in user code keep their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # with the size, if known
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
-    is_known = isinstance(error, ValueError | FloatingPointError) and is_raised_by_us(error)
-    if not is_known and not isinstance(error, OSError):
+    if not isinstance(error, UserError | FloatingPointError | OSError) and not is_raised_by_losses(error):
         return None
     if user_code(error):
         return None
@@ -88,17 +95,10 @@ def print_traceback(error: BaseException):
     print_exception(error)
 
 
-def is_raised_by_us(error: BaseException) -> bool:
-    """Return True if a `raise` statement in minivlmrl raised the error, False for a failed int("x").
-
-    The innermost traceback frame has the last instruction.
-    """
-    last = error.__traceback__
-    assert last is not None
-    while last.tb_next is not None:
-        last = last.tb_next
-    code = last.tb_frame.f_code
-    return code.co_filename.startswith(OURS) and code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
+def is_raised_by_losses(error: BaseException) -> bool:
+    """Return True for a ValueError of minivlmrl's losses and kernels, which import only torch."""
+    frames = extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and frames[-1].filename.startswith(TORCH_ONLY)
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
@@ -107,10 +107,10 @@ def require(valid: bool, name: str, value: Any, expected: str):
         raise invalid_value(name, value, expected)
 
 
-def invalid_value(name: str, value: Any, expected: str) -> ValueError:
+def invalid_value(name: str, value: Any, expected: str) -> UserError:
     # reprlib.repr: fast for long lists
     to_text = reprlib.repr if isinstance(value, list | dict) else repr
-    return ValueError(f"{name} is {truncate(value, 80, to_text)}, but it must be {expected}")
+    return UserError(f"{name} is {truncate(value, 80, to_text)}, but it must be {expected}")
 
 
 def truncate_message(error: str | Exception) -> str:
@@ -162,7 +162,7 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
+        raise UserError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
 
 
 def pluralize(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.errors import pluralize
+from minivlmrl.errors import UserError, pluralize
 from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name, not path
@@ -46,18 +46,18 @@ def weight_files(folder: Path) -> list[Path]:
     if single_file.is_file():
         return [single_file]
     if not index.is_file():
-        raise ValueError(f"{single_file} does not exist. {_what_to_do(folder)}.")
+        raise UserError(f"{single_file} does not exist. {_what_to_do(folder)}.")
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
-        raise ValueError(
+        raise UserError(
             f"{index} must have a weight_map that maps tensor names to .safetensors files in the "
             "same folder. Download the folder again."
         )
     files = [folder / file for file in sorted(shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{index} lists {pluralize(len(files), 'file')}, but the folder lacks {len(missing)} of "
             f"them, for example {missing[0]}. Download the folder again."
         )
@@ -67,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 def check_model_folder(folder: Path):
     """Raise ValueError for a folder without a model, with advice for run and adapter folders."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json. {_what_to_do(folder)}.")
+        raise UserError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
@@ -98,11 +98,11 @@ def file_to_write(path: str | Path) -> Path:
     """
     file = Path(path)
     if file.is_dir():
-        raise ValueError(f"--out is {file}, which is a folder; add the name of a file")
+        raise UserError(f"--out is {file}, which is a folder; add the name of a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--out is {file}, but the folder {file.parent} cannot be created ({error.strerror}); choose another folder"
         ) from error
     return file
@@ -113,7 +113,7 @@ def file_inside(folder: Path, name: str) -> Path:
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
-        raise ValueError(f"{path} is a link to {target}, outside its folder. Replace the link with a copy of the file.")
+        raise UserError(f"{path} is a link to {target}, outside its folder. Replace the link with a copy of the file.")
     return path
 
 
@@ -143,7 +143,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
         failure = error
     if file_stamps(*folders) != since:
         names = " or ".join(map(str, folders))
-        raise ValueError(
+        raise UserError(
             f"{names} was replaced while it was read, for example by a run that saves its weights. Start again, or "
             "read a copy of the folder."
         ) from failure
@@ -167,7 +167,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     empty = folder.is_dir() and not any(folder.iterdir())
     is_checkpoint = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if folder.exists() and not is_checkpoint and not empty:
-        raise ValueError(
+        raise UserError(
             f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. Choose another folder."
         )
     remove = partial(shutil.rmtree, ignore_errors=True)

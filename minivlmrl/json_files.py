@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minivlmrl.errors import error_context, require
+from minivlmrl.errors import UserError, error_context, require
 
 LFS = b"version https://git-lfs"  # pointer file prefix
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, with or without the other half
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         where = str(error).replace("line 1 column", "column")  # JSON lines files have their own line numbers
         rest = error.doc[error.pos :] if isinstance(error, json.JSONDecodeError) else ""
         cure = next((cure for pattern, cure in CURES.items() if re.match(pattern, rest)), "")
-        raise ValueError(f"the text is not valid JSON ({where}){cure}") from error
+        raise UserError(f"the text is not valid JSON ({where}){cure}") from error
 
 
 def check_surrogates(text: str, content: Any):
@@ -53,7 +53,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} occurs twice in one object; remove one of them")
+        raise UserError(f"the key {max(names, key=names.count)!r} occurs twice in one object; remove one of them")
     return content
 
 
@@ -62,7 +62,7 @@ def check_downloaded(path: Path):
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
-        raise ValueError(
+        raise UserError(
             f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in the "
             "folder, or download the file again."
         )
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict:
         ValueError: no file, or no JSON object in it.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: this file is missing")
+        raise UserError(f"{path}: this file is missing")
     check_downloaded(path)
     with error_context(path):
         text = path.read_bytes()

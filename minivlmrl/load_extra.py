@@ -4,6 +4,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from minivlmrl.errors import UserError
+
 
 def has_extras() -> bool:
     return Path(__file__).with_name("extras").joinpath("__init__.py").is_file()
@@ -19,7 +21,7 @@ def load_extra(target: str, user: str) -> Any:
         ValueError: extras/ was deleted.
     """
     if target.startswith("minivlmrl.extras.") and not has_extras():
-        raise ValueError(f"{user} needs minivlmrl/extras, which this copy lacks")
+        raise UserError(f"{user} needs minivlmrl/extras, which this copy lacks")
     module, _, name = target.partition(":")
     loaded = import_module(module)
     return getattr(loaded, name) if name else loaded

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
-from minivlmrl.errors import optional_dependency, truncate
+from minivlmrl.errors import UserError, optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
 LONGEST = 2000  # maximum characters in an answer; longer answers get reward 0
@@ -50,7 +50,7 @@ def judge_rows(
             continue
         right_value = read(unwrap(truth_text.translate(PLAIN_SIGNS)))
         if right_value is None:
-            raise ValueError(
+            raise UserError(
                 f"reward {name}: the solution must be {kind}, but it is {truncate(truth_text, 80)}; correct the row"
             )
         value = read(unwrap(answer.translate(PLAIN_SIGNS))) if answer and len(answer) <= LONGEST else None

@@ -23,6 +23,7 @@ import PIL.Image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.errors import UserError
 from minivlmrl.tasks.registry import Task
 
 LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -48,7 +49,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         )
     tables = sorted(folder.rglob(f"{split}-*.parquet"))
     if not tables:
-        raise ValueError(
+        raise UserError(
             f"{folder} has neither {images.name} nor {split}-*.parquet; install Debian's package dataset-fashion-mnist "
             "or download zalando-datasets/fashion_mnist from the Hub, and set data.task to fashion.py:TASK(folder=...)"
         )

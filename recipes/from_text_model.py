@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import require, user_error_message
+from minivlmrl.errors import UserError, require, user_error_message
 from minivlmrl.files import weight_files
 from minivlmrl.json_files import read_json
 from minivlmrl.model.build import random_model
@@ -89,7 +89,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises only Exception
-            raise ValueError(f"{file}: the file is not a usable tokenizer.json ({error}); download it again") from error
+            raise UserError(f"{file}: the file is not a usable tokenizer.json ({error}); download it again") from error
         backend.add_special_tokens(list(SPECIAL_TOKENS))
         tokenizer = Tokenizer(backend)
     rows = f"at most vocab_size ({vocab_size}); choose a model with more rows, such as Qwen2.5"
@@ -140,7 +140,7 @@ def build(options: argparse.Namespace):
         model.load_state_dict(decoder | tower)
     except RuntimeError as error:
         message = " ".join(str(error).split())
-        raise ValueError(f"{options.text}: the weights do not fit config.json ({message}); download again") from error
+        raise UserError(f"{options.text}: the weights do not fit config.json ({message}); download again") from error
     save_model(options.out, model, processor)
     print(f"{options.out}: {config['model_type']}, {len(decoder)} tensors of {options.text}, {len(tower)} random ones")
 

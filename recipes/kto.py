@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.options import TrainingOptions
+from minivlmrl.errors import UserError
 from minivlmrl.extras.kto import kto_kl, kto_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.trainers.base import MicroBatch
@@ -54,7 +55,7 @@ class KTO(OfflineTrainer):
         size = config.kto.micro_batch_size
         num_rows = config.kto.prompts_per_step // int(os.environ.get("WORLD_SIZE", 1))
         if size == 1 or num_rows % size == 1:
-            raise ValueError(
+            raise UserError(
                 f"kto: {num_rows} rows of a rank in micro-batches of {size} leave one with a single row, but the KL is "
                 "estimated with the answer of another row. Change kto.micro_batch_size or kto.prompts_per_step"
             )

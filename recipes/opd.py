@@ -12,6 +12,7 @@ method.
 
 from dataclasses import replace
 
+from minivlmrl.errors import UserError
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 
@@ -23,7 +24,7 @@ class OPD(GRPOTrainer):
     def check(cls, config):
         super().check(config)
         if config.reference.path is None:
-            raise ValueError("the stage opd needs a teacher; set reference.path to its folder")
+            raise UserError("the stage opd needs a teacher; set reference.path to its folder")
 
     @staticmethod
     def has_reference(options) -> bool:

@@ -18,7 +18,7 @@ import yaml
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import Option, options_of, type_text
-from minivlmrl.errors import did_you_mean
+from minivlmrl.errors import UserError, did_you_mean
 
 
 def print_options(*names: str):
@@ -30,7 +30,7 @@ def print_options(*names: str):
     sections = options_by_section(config_class)
     for name in names:
         if name not in sections:
-            raise ValueError(
+            raise UserError(
                 f"--help {name}: unknown section {name!r}; the sections are {', '.join(sections)}"
                 f"{did_you_mean(name, sections)}"
             )

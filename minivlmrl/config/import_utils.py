@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, did_you_mean, error_context, truncate
+from minivlmrl.errors import PACKAGE, USER_FILES, UserError, did_you_mean, error_context, truncate
 from minivlmrl.load_extra import load_extra
 
 
@@ -26,7 +26,7 @@ def load_name(target: str) -> Any:
     file, _, name = target.rpartition(":")
     module = _load_module(file)
     if not hasattr(module, name):
-        raise ValueError(f"{file} defines no {name!r}{did_you_mean(name, vars(module))}")
+        raise UserError(f"{file} defines no {name!r}{did_you_mean(name, vars(module))}")
     return getattr(module, name)
 
 
@@ -34,7 +34,7 @@ def _load_module(file: str) -> ModuleType:
     if file.endswith(".py"):
         path = _source_file(file)
         if not Path(path).is_file():
-            raise ValueError(
+            raise UserError(
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
@@ -45,7 +45,7 @@ def _load_module(file: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not f"{file}.".startswith(f"{error.name}."):  # the module exists, an import in it fails
             raise
-        raise ValueError(f"there is no module {error.name}; install its package, or write file.py:name") from None
+        raise UserError(f"there is no module {error.name}; install its package, or write file.py:name") from None
     path = getattr(module, "__file__", None)
     if path and not Path(path).resolve().is_relative_to(PACKAGE):
         USER_FILES.add(path)
@@ -121,7 +121,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
+            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
@@ -129,7 +129,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
             raise SyntaxError
         return target, {str(option.arg): ast.literal_eval(option.value) for option in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{kind} {text}: the options must have the form name=value, name=value") from error
+        raise UserError(f"{kind} {text}: the options must have the form name=value, name=value") from error
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
@@ -141,12 +141,12 @@ def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
 
 def check_function(kind: str, text: str, function: Any):
     if isinstance(function, type):
-        raise ValueError(
+        raise UserError(
             f"{kind} {text} is a class, but it must be a function or an object with __call__. Write `name = "
             f"{function.__name__}()` in your file, and use that name"
         )
     if not callable(function):
-        raise ValueError(
+        raise UserError(
             f"{kind} {text} is {truncate(function, 80)}, but it must be a function or an object with __call__"
         )
 
@@ -160,9 +160,9 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     """
     cls, options = resolve_object("stage", stage, table or {})
     if options:  # would be ignored
-        raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
+        raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
-        raise ValueError(
+        raise UserError(
             f"stages: {stage} is {truncate(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
         )
     return cls
@@ -189,7 +189,7 @@ def load_function(
         function, options = resolve_object(option, text, table)
         check_function(option, text, function)
         for name in options.keys() & vars(section).keys():
-            raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
+            raise UserError(f"{name} is an option of the section grpo; set grpo.{name} instead")
         function = convert(with_options(function, options))
         return with_arguments(function, num_positional, names, vars(section))
 
@@ -219,7 +219,7 @@ def with_arguments(
             if parameters[name].default is None:
                 raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, names)}")
     except TypeError as error:
-        raise ValueError(
+        raise UserError(
             f"the function cannot be called: {error}. docs/developer_guide.md#a-file-of-your-own has examples"
         ) from error
     if taken == {*names} and not further:
@@ -250,7 +250,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     for name, value in options.items():
         if name not in hints:  # **columns would swallow a misspelled option
             names = ", ".join(hints) or "none"
-            raise ValueError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
+            raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:
             value = read_value(hints[name], value, name, json=False)
         values[name] = value

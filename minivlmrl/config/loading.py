@@ -16,7 +16,7 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import ImageOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.errors import did_you_mean, error_context, require
+from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
 # options that change answers, saved in minivlmrl.yaml beside the weights
@@ -106,7 +106,7 @@ def _find_recipe(recipe: str | Path) -> Path:
     names = [file.stem for path in paths for file in path.parent.glob("*.yaml")]
     meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)
     folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
-    raise ValueError(f"{recipe}: there is no such recipe in {folders}{meant}")
+    raise UserError(f"{recipe}: there is no such recipe in {folders}{meant}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
@@ -124,7 +124,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     for algorithm in algorithms:
         name = algorithm.stage
         if name in sections or name in dir(RunConfig()):
-            raise ValueError(
+            raise UserError(
                 f"stages: {algorithm.__name__}.stage is {name!r}, but a section with this name "
                 "already exists; choose a different name"
             )
@@ -148,7 +148,7 @@ class Resolver:
     def check(self):
         """Raise ValueError if a recipe found beside a model would run a Python file."""
         if self.unknown:
-            raise ValueError(
+            raise UserError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
                 f"then pass --recipe={self.recipe} to allow it"
             )
@@ -213,7 +213,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
         separator = "="
         text = "true"
     if not override.startswith("--") or not separator:
-        raise ValueError(f"{override!r}: an override must have the form --section.name=value")
+        raise UserError(f"{override!r}: an override must have the form --section.name=value")
     return _replace(values, path.split("."), _override_value(text, path, hint))
 
 

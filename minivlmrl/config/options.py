@@ -24,6 +24,7 @@ from minivlmrl.config.types import (
     RewardName,
     Weights,
 )
+from minivlmrl.errors import UserError
 
 Whole = Annotated[int, "[1, 1e15)"]
 CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables the bound
@@ -51,7 +52,7 @@ class ModelOptions:
     def __post_init__(self):
         for text in self.freeze:
             if text not in get_args(Part) and not LAYERS.fullmatch(text):
-                raise ValueError(
+                raise UserError(
                     f"freeze contains {text!r}, but each item must be {', '.join(get_args(Part))}, or a range of "
                     "layers such as layers.0-11 or visual.blocks.0-7"
                 )
@@ -75,7 +76,7 @@ class LoRAOptions:
 
     def __post_init__(self):
         if self.path and not self.r:
-            raise ValueError(
+            raise UserError(
                 f"path is {self.path}, but r is 0, so the model would be trained without the adapters of this folder; "
                 "set r to the rank of the adapters, or path to null"
             )
@@ -109,7 +110,7 @@ class ImageOptions:
 
     def __post_init__(self):
         if (self.resized_height is None) != (self.resized_width is None):
-            raise ValueError("resized_height and resized_width must be given together; set both or neither")
+            raise UserError("resized_height and resized_width must be given together; set both or neither")
 
 
 @dataclass
@@ -201,19 +202,19 @@ class DataOptions(RowOptions):
 
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
-            raise ValueError(
+            raise UserError(
                 f"prompt_template is {self.prompt_template!r}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
         if self.task and self.eval_file:
-            raise ValueError(
+            raise UserError(
                 f"eval_file is {self.eval_file}, but evaluations would use the rows of the task {self.task}; set "
                 "task to null and train_file to a file of rows, or set eval_file to null"
             )
         if self.eval_rewards == []:
-            raise ValueError("eval_rewards is [], but it must name at least one reward")
+            raise UserError("eval_rewards is [], but it must name at least one reward")
         if "reward_model" in (self.eval_rewards or ()):
-            raise ValueError(
+            raise UserError(
                 "eval_rewards contains reward_model, which can only score training rows; remove "
                 "reward_model from the list"
             )
@@ -258,12 +259,12 @@ class SamplingOptions:
 
     def __post_init__(self):
         if self.environment and self.engine != "native":
-            raise ValueError(
+            raise UserError(
                 f"engine is {self.engine!r}, but it must be native with an environment, because "
                 "only the native engine can call tools"
             )
         if not all(self.stop_strings):
-            raise ValueError(f"stop_strings is {self.stop_strings!r}, but it must not contain an empty text")
+            raise UserError(f"stop_strings is {self.stop_strings!r}, but it must not contain an empty text")
 
     @property
     def truncates(self) -> bool:
@@ -424,7 +425,7 @@ class GRPOOptions(TrainingOptions):
 
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # also rejects NaN
-            raise ValueError(
+            raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"
             )
@@ -548,9 +549,9 @@ class RunConfig:
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         for path in [Path(self.output_dir), *Path(self.output_dir).parents]:
             if path.is_file():
-                raise ValueError(f"output_dir is {self.output_dir}, but {path} is a file; choose a folder")
+                raise UserError(f"output_dir is {self.output_dir}, but {path} is a file; choose a folder")
         if self.rewards and not any(self.rewards.values()):
-            raise ValueError(
+            raise UserError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
 

@@ -14,7 +14,7 @@ from yaml.composer import ComposerError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
-from minivlmrl.errors import did_you_mean, error_context, invalid_value, require, truncate
+from minivlmrl.errors import UserError, did_you_mean, error_context, invalid_value, require, truncate
 from minivlmrl.load_extra import has_extras, load_extra
 
 
@@ -55,7 +55,7 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a text without a file
-        raise ValueError(f"the text is not valid YAML ({reason})") from error
+        raise UserError(f"the text is not valid YAML ({reason})") from error
 
 
 def build(
@@ -155,17 +155,17 @@ class Reader:
         unknown = [key for key in values if key not in fields]
         if unknown and not self.json:
             key = unknown[0]
-            raise ValueError(_unknown_key(self.root or cls, cls, prefix, str(key), values[key], self.dashes))
+            raise UserError(_unknown_key(self.root or cls, cls, prefix, str(key), values[key], self.dashes))
         read = {}
         for key, field in fields.items():
             if key in values:
                 read[key] = self.read(hints[key], values[key], f"{prefix}{key}")
             elif field.default is field.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{prefix}{key} is missing")
+                raise UserError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
         except ValueError as error:  # from __post_init__
-            raise ValueError(f"{prefix}{error}") from None
+            raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value with a type in the union; otherwise convert to the first type that fits."""
@@ -181,14 +181,14 @@ class Reader:
                 return self.read(choice, value, name)
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
-    def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> ValueError:
+    def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
         """Describe a value outside the choices, and its meaning in other projects."""
         error = str(invalid_value(name, value, expected))
         if not isinstance(value, str) or self.root is None:
-            return ValueError(error)
+            return UserError(error)
         if said := _foreign_name(self.root, "", value, self.dashes):
-            return ValueError(f"{error}; {said}")
-        return ValueError(error + did_you_mean(value, re.findall("'(.*?)'", type_text(hint))))
+            return UserError(f"{error}; {said}")
+        return UserError(error + did_you_mean(value, re.findall("'(.*?)'", type_text(hint))))
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
@@ -202,7 +202,7 @@ class Reader:
         read = {}
         for key, item in typing.cast(dict, value).items():
             if item is None and ":" in str(key) and not self.json:
-                raise ValueError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
+                raise UserError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._changed(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read

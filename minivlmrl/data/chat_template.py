@@ -4,14 +4,14 @@ from itertools import groupby
 from pathlib import Path
 
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, part_kind
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 
 
 class SpecialToken(str):
     """Control token such as <|im_end|>; a str with the same characters is ordinary text."""
 
 
-class RewrittenTurnsError(ValueError):
+class RewrittenTurnsError(UserError):
     """A chat template changes a turn when more turns follow, for example drops its thought."""
 
 
@@ -58,7 +58,7 @@ def render_message(message: dict) -> list[str]:
         ValueError: tool_calls, no content, or a part other than text, image or video.
     """
     if message.get("content") is None or message.get("tool_calls"):
-        raise ValueError(
+        raise UserError(
             "this chat template can only render messages that have content and no tool_calls, but "
             f"a message is {truncate(message, 80)}"
         )
@@ -66,7 +66,7 @@ def render_message(message: dict) -> list[str]:
     for part in content_parts(message):
         kind = part_kind(part)
         if kind is None:
-            raise ValueError(f"a part of a message must be text, an image or a video, but it is {truncate(part, 80)}")
+            raise UserError(f"a part of a message must be text, an image or a video, but it is {truncate(part, 80)}")
         if kind == "text":
             pieces.append(part["text"])
         else:
@@ -90,7 +90,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     flagged = []
     for turn in turns:
         if any(turn.get(key) for key in THOUGHT_KEYS):
-            raise ValueError(
+            raise UserError(
                 f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from minivlmrl.config.types import BoxSpace
-from minivlmrl.errors import did_you_mean, truncate
+from minivlmrl.errors import UserError, did_you_mean, truncate
 
 # column: type; one of problem, prompt and messages per row
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
@@ -20,7 +20,7 @@ VALUES = {  # column: type and bounds
 }
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError):
     """Row in the layout of another project; `convert` can read it."""
 
 
@@ -38,14 +38,14 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
             columns.setdefault(ours, None)
             continue
         if columns.get(ours) is not None:
-            raise ValueError(
+            raise UserError(
                 f"data.columns renames {theirs!r} to {ours!r}, but the row already has both columns; remove one of them"
             )
         columns[ours] = row[theirs]
     return columns
 
 
-def missing_column(name: str, columns: dict, cure: str) -> ValueError:
+def missing_column(name: str, columns: dict, cure: str) -> UserError:
     """Return the error for a missing value, a LayoutError if the layout may be another project's.
 
     Args:
@@ -56,8 +56,8 @@ def missing_column(name: str, columns: dict, cure: str) -> ValueError:
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]
     if name in columns:
-        kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else ValueError
+        kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else UserError
         return kind(f"column {name!r} has no value in this row: write a value or remove the row")
     meant = did_you_mean(name, unknown)
-    kind = ValueError if meant else LayoutError
+    kind = UserError if meant else LayoutError
     return kind(f"column {name!r} is missing; the row has {truncate(given, 200)}{meant or '.'} {cure}")

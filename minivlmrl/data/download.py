@@ -9,7 +9,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.data.image_settings import image_settings
-from minivlmrl.errors import optional_dependency
+from minivlmrl.errors import UserError, optional_dependency
 from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -30,7 +30,7 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     if isdir(folder):
         return folder
     if isfile(folder):  # os.path: pathlib raises OSError for too long names
-        raise ValueError(
+        raise UserError(
             f"{name} is a file, but a model is a folder with config.json and safetensors files, in the Hugging Face "
             "format; a GGUF file of llama.cpp cannot be trained"
         )
@@ -44,7 +44,7 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (isdir(folder.parent) and not repository["revision"]):
-        raise ValueError(
+        raise UserError(
             f"{name}: this folder does not exist in the working folder, {Path.cwd()}. A model must be a folder in the "
             "Hugging Face format or the id of a repository, with its owner, such as Qwen/Qwen2.5-VL-3B-Instruct."
             + (f" If {name} is a repository, write {name}@main." if "/" in str(name) else "")
@@ -81,7 +81,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         return Path(download())
     except Exception as error:  # releases of huggingface_hub differ in network libraries and their exceptions
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"{name}: there is no such folder, no complete copy in the Hugging Face cache, and the download failed "
             f"({reason}). Check the name and the network, or download the repository on another machine and use its "
             "folder."

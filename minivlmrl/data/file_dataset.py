@@ -28,7 +28,7 @@ from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video
-from minivlmrl.errors import error_context, pluralize
+from minivlmrl.errors import UserError, error_context, pluralize
 from minivlmrl.files import digest
 
 CONTROL = re.compile(r"<\|\w{1,40}\|>")  # control token, such as <|im_end|>
@@ -82,7 +82,7 @@ class RowFile:
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
                 end = "" if str(error).endswith((".", "?")) else "."
-                raise ValueError(f"{error}{end} If the rows have the layout of another project, {advice}") from error
+                raise UserError(f"{error}{end} If the rows have the layout of another project, {advice}") from error
         row.where = where
         return row, media
 
@@ -101,7 +101,7 @@ class RowFile:
             try:
                 return load_image(item.sources[0], self.folder)
             except ValueError as error:
-                raise ValueError(
+                raise UserError(
                     f"{row.where}: {error}; replace the file or remove the row, or leave out such rows in "
                     "training with data.skip_unreadable=true"
                 ) from error
@@ -166,7 +166,7 @@ class FileDataset(Sequence[Row]):
         known = {*file.options.columns, *required, *(reads or ())}
         file.num_rows = len(file.source) if limit is None else min(limit, len(file.source))
         if not file.num_rows:
-            raise ValueError(f"{path} has no rows; add at least one row or choose another file")
+            raise UserError(f"{path} has no rows; add at least one row or choose another file")
         self.facts: list[RowFacts] = []
         columns: set[str] = set()
         missing: list[str] = []
@@ -179,7 +179,7 @@ class FileDataset(Sequence[Row]):
             self.facts.append(facts)
             missing += missing_files
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {pluralize(len(missing), 'missing image or video file')} in "
                 f"{file.folder.resolve()}, for example {', '.join(missing[:5])}. Correct the paths"
                 f"{' (write / instead of the backslash)' if chr(92) in missing[0] else ''}, or "
@@ -213,7 +213,7 @@ class FileDataset(Sequence[Row]):
     def select(self, facts: list[RowFacts]) -> "FileDataset":
         """Return a dataset of the given rows, perhaps from several datasets."""
         if not facts:
-            raise ValueError(
+            raise UserError(
                 "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
             )
         selected = copy(self)

@@ -33,7 +33,7 @@ from minivlmrl.data.chat_template import (
 from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
-from minivlmrl.errors import did_you_mean, error_context, pluralize, truncate
+from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
 
 # files with a chat template, in transformers' order
@@ -232,7 +232,7 @@ class ChatTemplate:
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
-    def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
+    def _error(self, reason: str | Exception, kind: type[UserError] = UserError) -> UserError:
         if isinstance(reason, Exception):
             line = getattr(reason, "lineno", None)  # only for syntax errors
             where = "" if line is None else f" in line {line}"
@@ -316,7 +316,7 @@ def _template_in(path: Path) -> str | None:
     if text is None and path.name != "chat_template.json":
         return None
     if not isinstance(text, str):
-        raise ValueError(f"{path}: chat_template is {truncate(text, 40)}, but it must be the text of a template")
+        raise UserError(f"{path}: chat_template is {truncate(text, 40)}, but it must be the text of a template")
     return text
 
 

@@ -19,6 +19,8 @@ from PIL.ExifTags import Base as ImageIFD
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
+from minivlmrl.errors import UserError
+
 Grid = tuple[int, int, int]  # patches in time, height, width
 
 
@@ -36,9 +38,9 @@ def load_image(file: str | Path | Image) -> Image:
 def to_rgb(image: Image) -> Image:
     """Convert a PIL image to RGB, transparent ones on white."""
     if 0 in image.size:
-        raise ValueError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
+        raise UserError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.mode in ("I", "F"):
-        raise ValueError(
+        raise UserError(
             f"the pixels are 32-bit numbers (mode {image.mode}), so the values of black and white are not known; save "
             "the image with 8 bits per color"
         )
@@ -66,7 +68,7 @@ def to_8_bits(image: Image) -> Image:
 def check_ratio(width: int, height: int):
     """Raise ValueError for an aspect ratio over 200, as in transformers."""
     if max(height, width) > 200 * min(height, width):
-        raise ValueError(
+        raise UserError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
             "crop or remove the image"
         )
@@ -87,7 +89,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     """
     check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):
-        raise ValueError(
+        raise UserError(
             f"max_pixels is {max_pixels}, but it must be at least min_pixels, which is "
             f"{min_pixels}, and at least one token of {factor} x {factor} pixels; set both bounds"
         )

@@ -13,7 +13,7 @@ from minivlmrl.config.options import ImageOptions, VideoOptions
 from minivlmrl.config.parsing import build, check_values
 from minivlmrl.config.types import Count, MinPixels, Plain
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 from minivlmrl.json_files import read_json
 
 
@@ -196,7 +196,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
     if not isinstance(settings, dict):
-        raise ValueError(
+        raise UserError(
             f"{newer} does not have the field image_processor, an object with patch_size. Use the "
             "files that belong to the model."
         )

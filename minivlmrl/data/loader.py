@@ -12,6 +12,7 @@ import torch
 from minivlmrl.data.messages import as_turns
 from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
+from minivlmrl.errors import UserError
 
 MAX_SKIPPED = 100  # consecutive unreadable rows that end a run
 # rows prepared in advance; patches of 64 one-megapixel images take 1.5 GB
@@ -142,7 +143,7 @@ def next_readable(
             if not skips:
                 raise
             failures[number] = error
-    raise ValueError(
+    raise UserError(
         f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and data.skip_unreadable does not skip "
         f"that many rows. Correct the rows. The last error was: {list(failures.values())[-1]}"
     )
@@ -151,7 +152,7 @@ def next_readable(
 def shuffled(size: int, per_batch: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
     """Yield lists of shuffled row indices, without those used before a resume."""
     if size == 0:
-        raise ValueError("the dataset has no rows to train on")
+        raise UserError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)
     passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
     numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)

@@ -29,7 +29,7 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
-from minivlmrl.errors import error_context, pluralize, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
 # keys of an image or video part for its file, such as "image_url" or "path"
@@ -68,12 +68,12 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
     try:
         with PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(
+                raise UserError(
                     f"the image has {image.width} x {image.height} pixels, which is more than the "
                     f"limit of {MAX_IMAGE_PIXELS}; scale the image down"
                 )
             if image.format in PROGRAMS:
-                raise ValueError(
+                raise UserError(
                     f"the format {image.format} is not allowed, because such files can run other "
                     "programs or open other files; convert the image to PNG"
                 )
@@ -84,7 +84,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
             if isinstance(file, Path):
                 check_downloaded(file)
             error_text = "Pillow does not recognize its format"
-        raise ValueError(f"{name}: the image cannot be read ({error_text})") from error
+        raise UserError(f"{name}: the image cannot be read ({error_text})") from error
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
@@ -102,7 +102,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
-        raise ValueError(
+        raise UserError(
             f"{name}: remote files are not supported, because they can change; download them once with "
             "`python recipes/download.py ROWS.jsonl`"
         )
@@ -111,7 +111,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     path = Path(folder or "", text)
     # pipes and devices: reading may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
+        raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
 
 
@@ -146,7 +146,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
-            raise ValueError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
+            raise UserError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in `video` is a list of frames
         with error_context(f"column {name!r}"):
@@ -230,7 +230,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
         entry = {kind: entry}
     names = source_keys(entry, kind)
     if len(names) > 1:
-        raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
+        raise UserError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
     known = ("type", "text", "index", *SOURCES[kind])
     options = {name: value for name, value in entry.items() if name not in known and value is not None}
     if options:
@@ -246,7 +246,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {truncate(source, 60)}")
+        raise UserError(f"each {kind} must be a path or data URI{frame_list}, but found {truncate(source, 60)}")
     return Media(kind, source, options)
 
 

@@ -8,7 +8,7 @@ instead.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from minivlmrl.errors import pluralize, truncate
+from minivlmrl.errors import UserError, pluralize, truncate
 
 MARK = re.compile("<(image|video)>")  # tag for an image or video in a text
 KINDS = ("image", "video")
@@ -96,7 +96,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
             conversation has image parts.
     """
     if MARK.search(template) and shown_parts_of(turns):
-        raise ValueError(
+        raise UserError(
             f"data.prompt_template {truncate(template, 60)} contains a tag for an image or video, but the "
             "prompt's parts already contain images or videos; remove the tag"
         )
@@ -104,7 +104,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
     text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
     if len(text_indices) != 1:
-        raise ValueError(
+        raise UserError(
             "data.prompt_template is inserted around one text, but the last user turn of this "
             f"prompt has {len(text_indices)} texts; give the question as a single text"
         )
@@ -147,7 +147,7 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
         images, videos = (pluralize(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
-        raise ValueError(
+        raise UserError(
             f"the prompt has {pluralize(places[0], 'place')} for an image and {pluralize(places[1], 'place')} for a "
             f"video, but {images} and {videos} were given. A place is a part {{type: image}} without a file or, in a "
             "prompt without parts, a tag <image> or <video>. Add what is missing, or reword a tag that is only text"
@@ -158,7 +158,7 @@ def check_ends(turns: list[dict]):
     """Raise ValueError unless an answer begins and ends with an assistant turn."""
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise ValueError(
+        raise UserError(
             f"the turns of an answer must begin and end with an assistant turn, but their roles are {roles}"
         )
 
@@ -172,7 +172,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
     """Raise ValueError for a value under an unknown key; None, "", [] and {} are no values."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
-            raise ValueError(
+            raise UserError(
                 f"{name} has the key {key!r} with {truncate(value[key], 40)}, which is not read; the keys are "
                 f"{', '.join(known)}. Remove the key; an image is a part {{type: image, image: ...}}"
             )
@@ -188,14 +188,14 @@ def check_messages(messages: list[dict]):
         )
         says = isinstance(content, str | list) or (content is None and calls)
         if not (isinstance(fields.get("role"), str) and are_calls and says):
-            raise ValueError(
+            raise UserError(
                 f"message {number} must have a role, and content that is a text or a list of "
                 f"parts, but it is {truncate(message, 80)}"
             )
         for part in content_parts(message):
             if part_kind(part) is None:
-                raise ValueError(
+                raise UserError(
                     f"message {number} has a part that is neither text, image nor video: {truncate(part, 80)}"
                 )
         if len(text_of(message)) > MAX_TEXT:
-            raise ValueError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")
+            raise UserError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")

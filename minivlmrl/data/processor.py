@@ -21,6 +21,7 @@ from minivlmrl.data.chat_template import (
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.messages import as_turns, check_counts, check_ends, part_kind, parts_of, shown_parts_of
 from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.errors import UserError
 
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
@@ -221,7 +222,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
     shown = shown_parts(turns, images_in(turns), ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
-        raise ValueError("the chat template cannot render an image in the answer; use a model whose template can")
+        raise UserError("the chat template cannot render an image in the answer; use a model whose template can")
     grids = [grid for *_, grid in pictures]
     encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
     ids = []

@@ -22,7 +22,7 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 
 Answers = dict[str, str | list[dict]]
 
@@ -79,7 +79,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     if system := columns.get("system"):
         prompt = add_system_prompt(prompt, system)
         if text_of(prompt[0]) != system:
-            raise ValueError(
+            raise UserError(
                 "column 'system': the turns begin with another system message; remove the column or the system message"
             )
     if template != "{problem}":
@@ -120,7 +120,7 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
     pairs = zip(*conversations, strict=False)
     shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     if not shared:
-        raise ValueError(
+        raise UserError(
             "columns 'chosen' and 'rejected': the conversations begin with different turns, but these turns are the "
             "prompt; begin both with the same turns, or write the prompt into the column 'prompt'"
         )
@@ -136,7 +136,7 @@ def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
     """Move an answer's images from the end of `media` into its image parts."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
-        raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
+        raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
         part["image"] = media.pop()  # RowFile.load replaces Media by a function that loads the image
     return answer

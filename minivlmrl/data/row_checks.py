@@ -39,7 +39,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import error_context, pluralize, require, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # role: keys of its turns
@@ -120,13 +120,13 @@ def check_columns(columns: dict, known: Collection[str]):
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a text with at most one <answer> tag")
         if name in ("tools", "functions") and name not in known and declares_tools(value):
-            raise ValueError(
+            raise UserError(
                 f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
                 f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
-                kind = LayoutError if isinstance(value, str | dict) else ValueError
+                kind = LayoutError if isinstance(value, str | dict) else UserError
                 raise kind(f"column {name!r} is {truncate(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
             with error_context(f"column {name!r}"):
                 check_turns(as_turns(value), name == "prompt")
@@ -177,7 +177,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
         check_parts(turn, f"message {number}")
     indices = [part["index"] for turn in turns for part in shown_parts_of([turn]) if part.get("index") is not None]
     if any(first >= second for first, second in pairwise(indices)):
-        raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
+        raise UserError(f"the parts show the images {indices}, but each image must be shown once, in order")
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
@@ -189,11 +189,11 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())
     if is_mixed or any(flag not in (False, True) for flag in flags.values()):
-        raise ValueError(
+        raise UserError(
             f"{name}: {truncate(flags, 80)} must be true, 1, false or 0, and must not contradict each other"
         )
     if any(flags.values()) and not can_be_trained:
-        raise ValueError(
+        raise UserError(
             f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
             "remove the key, or move the turn into the answer"
         )
@@ -202,7 +202,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 def check_parts(turn: dict, name: str):
     """Raise ValueError for a part or tool call with content that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
-        raise ValueError(
+        raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
             "part {type: image, image: ...}"
         )
@@ -211,7 +211,7 @@ def check_parts(turn: dict, name: str):
         if kind == "text":
             check_keys(part, ("type", "text"), f"a text of {name}")
         elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
-            raise ValueError(f"{name} has a part of two kinds: {truncate(part, 80)}; write two parts")
+            raise UserError(f"{name} has a part of two kinds: {truncate(part, 80)}; write two parts")
     for call in turn.get("tool_calls") or []:
         check_keys(call, CALL_KEYS, f"a tool call of {name}")
         check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
@@ -270,7 +270,7 @@ def check_question(columns: dict, media: Sequence[Media]):
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
         if value is not None and not media and not any(text_of(turn).strip() for turn in asked):
-            raise ValueError(
+            raise UserError(
                 f"column {name!r}: the question is empty or blank; write its text, add an image or remove the row"
             )
 
@@ -292,15 +292,15 @@ def check_answers(row: Row, columns: dict):
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
-                    raise ValueError("an answer is empty or blank; add its text or remove the row")
+                    raise UserError("an answer is empty or blank; add its text or remove the row")
             if not any(map(is_trained, turns)):
-                raise ValueError(
+                raise UserError(
                     f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
                 )
     if "chosen" in said and said["chosen"] == said.get("rejected"):
-        raise ValueError("the columns 'chosen' and 'rejected' are identical; remove the row")
+        raise UserError("the columns 'chosen' and 'rejected' are identical; remove the row")
     if row.messages and row.messages[-1]["role"] == "assistant":
-        raise ValueError(
+        raise UserError(
             f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
         )
 
@@ -313,7 +313,7 @@ def check_required(row: Row, required: Collection[str]):
         error = missing_column(name, row.columns, f"Rename a column with data.columns: {{YOURS: {name}}}")
         if name in row.columns or name in (*ANSWERS, "label", "solution"):
             raise error
-        raise ValueError(
+        raise UserError(
             f"{error}. A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
             "columns of the rows"
         )
@@ -339,7 +339,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
             target = f"{kind}s" if isinstance(columns[name], list) else kind
             article = "an" if kind == "image" else "a"
             shown = pluralize(len(item), "byte") if isinstance(item, bytes) else truncate(item, 60)
-            raise ValueError(
+            raise UserError(
                 f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
                 f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "
                 f"for a reward with data.columns: {{{name}: {name}}}."

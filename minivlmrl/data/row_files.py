@@ -15,7 +15,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
-from minivlmrl.errors import error_context, optional_dependency, require, truncate
+from minivlmrl.errors import UserError, error_context, optional_dependency, require, truncate
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
 # types in parquet files that JSON does not have; values of these types are converted to text
@@ -38,7 +38,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if isdir(path):  # os.path: pathlib raises OSError for too long names
         return _open_folder(path, split)
     if not isfile(path):
-        raise ValueError(
+        raise UserError(
             f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
             "data.train_file or data.eval_file (null disables the option), or download a data set of the Hugging Face "
             "Hub with `hf download --repo-type=dataset`, and use its folder"
@@ -46,9 +46,9 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if path.suffix == ".parquet":
         return Arrow([path])
     if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
-        raise ValueError(f"{path}: rows are not read from {path.suffix} files; {convert_advice(path)}")
+        raise UserError(f"{path}: rows are not read from {path.suffix} files; {convert_advice(path)}")
     if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
-        raise ValueError(f"{path}: rows are not read from compressed files; unpack the file, and use the new file")
+        raise UserError(f"{path}: rows are not read from compressed files; unpack the file, and use the new file")
     return Lines(path)
 
 
@@ -87,7 +87,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     parquet_files = _without_converted(parquet_files)
     if not parquet_files and (inner := sorted({path.parent for path in folder.glob("*/*.parquet")})):
-        raise ValueError(
+        raise UserError(
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
@@ -98,7 +98,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
         require(split in names, f"{folder}@{split}", split, f"a split of the folder: {', '.join(names) or 'none'}")
         parquet_files = [path for path in parquet_files if splits[path] == split]
     elif len(names) > 1:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the folder has parquet files of several splits ({', '.join(names)}); choose one of them, as in "
             f"{folder}@{names[0]}"
         )
@@ -107,11 +107,11 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
     row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
     if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # written by save_to_disk
-        raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
+        raise UserError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
     row_files = _without_converted(row_files)
     if len(row_files) > 1:
         names = ", ".join(sorted(path.name for path in row_files))
-        raise ValueError(f"{folder}: the folder has several files of rows ({names}); choose one of them")
+        raise UserError(f"{folder}: the folder has several files of rows ({names}); choose one of them")
     return open_rows(row_files[0])
 
 
@@ -126,7 +126,7 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = 1 + content.count(b"\n", 0, error.start)
-        raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
+        raise UserError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def find_coco(path: Path, text: str) -> dict:
@@ -145,7 +145,7 @@ def find_coco(path: Path, text: str) -> dict:
         return content
     name = next((name for name in WRAPPERS if isinstance(content.get(name), list)), None)
     if name and not content.keys() & {"problem", "prompt", "messages", "image", "images"}:
-        raise ValueError(f"{path}: the rows are in the list {name!r} of an object; keep only this list in the file")
+        raise UserError(f"{path}: the rows are in the list {name!r} of an object; keep only this list in the file")
     return {}
 
 
@@ -159,9 +159,9 @@ class Lines:
         if text.lstrip().startswith("["):
             self.texts = self.split_list(text)
         elif find_coco(path, text):
-            raise ValueError(f"{path}: the file is in COCO's format; {convert_advice(path)}")
+            raise UserError(f"{path}: the file is in COCO's format; {convert_advice(path)}")
         elif text.strip().partition("\n")[0].strip() == "{":
-            raise ValueError(
+            raise UserError(
                 f"{path}: an object has several lines; write one object per line, or a JSON list of objects"
             )
         else:
@@ -183,7 +183,7 @@ class Lines:
             rows.append((line_number, content[start:end]))
             separator = SEPARATOR.match(content, end)
         if not separator or content[separator.end() :].strip():
-            raise ValueError(
+            raise UserError(
                 f"{self.path}:{line_number}: the text is not valid JSON, because after this item there must be a comma "
                 "and the next item, or ] and the end of the file; correct the text after the item"
             )
@@ -227,10 +227,10 @@ class Arrow:
                 file = pq.ParquetFile(path)
                 column_names = file.schema_arrow.names
             except (OSError, pa.ArrowException) as error:
-                raise ValueError(f"{path}: the parquet file cannot be read ({error})") from error
+                raise UserError(f"{path}: the parquet file cannot be read ({error})") from error
             for name in column_names:
                 if name and column_names.count(name) > 1:
-                    raise ValueError(f"{path}: two columns have the name {truncate(name, 60)}; rename one of them")
+                    raise UserError(f"{path}: two columns have the name {truncate(name, 60)}; rename one of them")
             for group in range(file.num_row_groups):
                 self.groups.append((path, file_start, file, group))
                 self.starts.append(self.starts[-1] + file.metadata.row_group(group).num_rows)
@@ -254,7 +254,7 @@ class Arrow:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
             except (OverflowError, OSError) as error:  # for example, a year that Python does not support
-                raise ValueError(f"the row cannot be read ({error})") from error
+                raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 

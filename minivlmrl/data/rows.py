@@ -9,6 +9,8 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from minivlmrl.errors import UserError
+
 if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
@@ -103,7 +105,7 @@ class Row:
         except ValueError as error:  # image sizes, for example, are checked here
             if not self.where or str(error).startswith(self.where):  # image errors already name the row
                 raise
-            raise ValueError(f"{self.where}: {error}") from error
+            raise UserError(f"{self.where}: {error}") from error
         prompt.row = self
         return prompt
 

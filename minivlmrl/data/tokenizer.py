@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minivlmrl.data.chat_template import SpecialToken
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens by id (151643 to 151656 in published checkpoints)
@@ -56,7 +56,7 @@ class Tokenizer:
                 self.special_tokens[token.content] = token_id
         missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
         if missing:
-            raise ValueError(f"the tokenizer has no control token {min(missing)}")
+            raise UserError(f"the tokenizer has no control token {min(missing)}")
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
@@ -76,7 +76,7 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(
+            raise UserError(
                 f"the text {truncate(text, 60)} is not valid Unicode; it may contain a lone surrogate"
             ) from error
 
@@ -105,7 +105,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, which must contain all tokens of the folder's other files."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
-        raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
+        raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
         read_json(Path(path))  # refuses a missing file, a Git LFS pointer and a list
@@ -115,22 +115,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend.add_tokens(listed)  # with flags, such as lstrip
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
-            raise ValueError(f"{len(missing)} of the 256 byte values have no token")
+            raise UserError(f"{len(missing)} of the 256 byte values have no token")
         if len(set(vocabulary.values())) < len(vocabulary):
-            raise ValueError("two tokens have the same id")
+            raise UserError("two tokens have the same id")
         tokenizer = Tokenizer(backend)
         decoded = tokenizer.decode(tokenizer.encode(PROBE))
         if decoded != PROBE:
-            raise ValueError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
+            raise UserError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust code is a BaseException
-        raise ValueError(
+        raise UserError(
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
         ) from error
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{path} lacks the token {truncate(unknown[0], 60)}, which {' or '.join(TOKEN_FILES)} lists; {advice}"
         )
     return tokenizer
@@ -158,7 +158,7 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
             flags["special"] = flags.get("special", False) or flags["content"] in names
             tokens.append(AddedToken(**flags))
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the tokens in {', '.join(TOKEN_FILES)} cannot be read ({error}); use the files of the model's "
             "original checkpoint"
         ) from error

@@ -13,6 +13,7 @@ from torch import Tensor
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio, smart_resize
 from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, check_options
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image
+from minivlmrl.errors import UserError
 from minivlmrl.load_extra import load_extra
 
 FRAME_FACTOR = 2  # frames sampled: a multiple
@@ -33,11 +34,11 @@ class Video:
     def __post_init__(self):
         check_options("video", {"fps": self.fps})
         if not self.frames or 0 in self.frames[0].size:
-            raise ValueError("the video must have frames with at least 1 x 1 pixels, but has none")
+            raise UserError("the video must have frames with at least 1 x 1 pixels, but has none")
         first = self.frames[0]
         for number, frame in enumerate(self.frames):
             if frame.size != first.size:
-                raise ValueError(
+                raise UserError(
                     f"all frames must have the same size, but frame {number} has {frame.width} x "
                     f"{frame.height} pixels and frame 0 has {first.width} x {first.height}"
                 )
@@ -105,7 +106,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
         fps = sampling.pop("fps", FPS)
         frames = []
         if sampling:
-            raise ValueError(
+            raise UserError(
                 f"{min(sampling)} selects frames of a video file, but the video is a list of "
                 "images, which are all used as frames; remove the option"
             )
@@ -133,12 +134,12 @@ def video_files():
 def check_size(nframes: int, width: int, height: int):
     check_ratio(width, height)
     if width * height > MAX_IMAGE_PIXELS:
-        raise ValueError(
+        raise UserError(
             f"the frames have {width} x {height} pixels, which is more than the limit of "
             f"{MAX_IMAGE_PIXELS}; scale the video down"
         )
     if nframes * width * height > MAX_VIDEO_PIXELS:
-        raise ValueError(
+        raise UserError(
             f"{nframes} frames of {width} x {height} pixels have more pixels in total than the "
             f"limit of {MAX_VIDEO_PIXELS}; use fewer or smaller frames"
         )

@@ -5,6 +5,8 @@ import re
 
 import torch
 
+from minivlmrl.errors import UserError
+
 GB = 10**9
 
 
@@ -13,7 +15,7 @@ def find_device(local_rank: int = 0) -> torch.device:
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
-            raise ValueError(
+            raise UserError(
                 f"local rank {local_rank} has no GPU, because the number of visible GPUs is {num_gpus}. Start at most "
                 "that many processes (--nproc_per_node), or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
             )
@@ -24,7 +26,7 @@ def find_device(local_rank: int = 0) -> torch.device:
         except RuntimeError as error:
             # PyTorch's errors on a machine without a GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
-                raise ValueError(
+                raise UserError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
                     "PyTorch build for it (docs/memory.md), or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 ) from error

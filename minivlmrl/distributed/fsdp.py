@@ -29,6 +29,7 @@ from minivlmrl.distributed.weights import (
     shard_rows,
     units,
 )
+from minivlmrl.errors import UserError
 from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
@@ -70,7 +71,7 @@ class Sharding:
         """Shard a model in place, on any device including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
-            raise ValueError(
+            raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
                 "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
             )

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from minivlmrl.errors import UserError
+
 CONNECT_SECONDS = 60.0  # for connecting, after all ranks have started
 
 
@@ -29,7 +31,7 @@ def attempt_store(limit: timedelta) -> Store:
         store, _, _ = next(rendezvous("env://", timeout=limit))
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(
+        raise UserError(
             f"rank {os.environ['RANK']} on {socket.gethostname()} cannot reach rank 0 at {address} "
             f"({first_line(error)}); check --master_addr and --master_port, or --rdzv_endpoint, "
             "and that no firewall closes this port"
@@ -74,7 +76,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             if total.item() != size:
                 raise RuntimeError(f"the sum of {size} ones is {total.item():g} on {place}")
     except RuntimeError as error:
-        raise ValueError(describe(first_line(error), hosts, rank, has_gpu)) from error
+        raise UserError(describe(first_line(error), hosts, rank, has_gpu)) from error
     finally:
         timer.cancel()
 
@@ -93,7 +95,7 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
         store.wait(keys, limit)
     except dist.DistError as error:
         missing = [str(number) for number in range(size) if not store.check([keys[number]])]
-        raise ValueError(
+        raise UserError(
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {size} did not "
             f"start within {limit.total_seconds():g} seconds; look for an error on the host of that "
             "rank, and check that each host has its own --node_rank and the same --nnodes"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.config.options import ShardingOptions
+from minivlmrl.errors import UserError
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters, shared_base
 
@@ -36,7 +37,7 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
         ValueError: number of ranks not a multiple of sharding.replicas.
     """
     if num_ranks % section.replicas:
-        raise ValueError(
+        raise UserError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
             "not a multiple of it; change one of the two"
         )

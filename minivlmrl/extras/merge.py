@@ -6,6 +6,7 @@ import filecmp
 from minivlmrl.config.loading import trained_quantization
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.errors import UserError
 from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.lora import merge_note, quantize_base
@@ -26,7 +27,7 @@ def main(arguments: list[str]):
     adapter_file = adapter / WEIGHTS
     merged_file = folder / "adapter" / WEIGHTS  # saved by a run beside merged weights
     if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
-        raise ValueError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
+        raise UserError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
     with unchanged(folder, adapter):
         model = load_model(folder)
         processor = load_processor(folder)

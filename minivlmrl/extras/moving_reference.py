@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.errors import UserError
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
@@ -31,7 +32,7 @@ class MovingReference(Callback):
             return
         theirs, ours = parameters_of(trainer.reference)
         if [weight.shape for weight in theirs] != [weight.shape for weight in ours]:
-            raise ValueError(
+            raise UserError(
                 "reference.sync_ref_model moves each weight of the reference towards the policy's weight, but the "
                 "model of reference.path has other weights, for example because the policy has adapters. Leave out "
                 "reference.path or reference.sync_ref_model"

@@ -19,7 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, error_phase
+from minivlmrl.errors import UserError, error_context, error_phase
 from minivlmrl.files import digest, save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -59,7 +59,7 @@ class StoredReference:
             values = self.stored.get(key_of(prompt, ids))
             if values is None:
                 where = prompt.row.where if prompt.row and prompt.row.where else "a row"
-                raise ValueError(
+                raise UserError(
                     f"{where}: the row has changed since its reference log-probabilities were written to {FILE}. "
                     "Restore the row, or start again with --resume=never"
                 )
@@ -76,12 +76,12 @@ class ReferenceLogps(Callback):
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
         if config.reference.path is not None:
-            raise ValueError(
+            raise UserError(
                 "dpo.precompute_ref_log_probs uses the policy, so reference.path must be null. Set model.path "
                 "to this folder, or leave out precompute_ref_log_probs"
             )
         if config.data.skip_unreadable:
-            raise ValueError(
+            raise UserError(
                 "dpo.precompute_ref_log_probs reads all rows before the first step, so data.skip_unreadable must be "
                 "false; run `minivlmrl check` to find unreadable rows"
             )
@@ -97,7 +97,7 @@ class ReferenceLogps(Callback):
             return
         if state.step:
             if not self.file.is_file():
-                raise ValueError(f"{self.file} is missing; restore it, or start again with --resume=never")
+                raise UserError(f"{self.file} is missing; restore it, or start again with --resume=never")
             stored = load_file(self.file)
         else:
             stored = {}
@@ -118,7 +118,7 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
         group = trainer.micro_batch([rows[index] for index in part]).group
         with_sums = [prompt.row.where for prompt in group.prompts if prompt.row is not None and sums_of(prompt)]
         if with_sums and trainer.options.ld_alpha is not None:
-            raise ValueError(
+            raise UserError(
                 f"{with_sums[0]}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
                 "dpo.ld_alpha weights the tokens of an answer; leave out the columns or the option"
             )
@@ -140,7 +140,7 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
     """Return prompts in a batch, with token ids of chosen and rejected answer."""
     answers = group.completion_ids.cpu().split(group.layout.row_lengths)
     if len(answers) != 2 * len(group.prompts):
-        raise ValueError(
+        raise UserError(
             "dpo.precompute_ref_log_probs cannot read answers of several turns whose chat template gives each turn its "
             "own prompt; leave the option out"
         )

@@ -25,6 +25,7 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed import process_group
+from minivlmrl.errors import UserError
 from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     folder, number = Path(options.run), options.step
     for override in overrides:
         if folder.is_dir() and not override.startswith("--num_threads="):
-            raise ValueError(
+            raise UserError(
                 f"{folder}: a run is replayed with its own options, so {override} is not allowed. "
                 "To change options, give a recipe instead of the folder of a run."
             )
@@ -104,13 +105,13 @@ class StopBefore(Callback):
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
     """Load the last checkpoint before a step, and train up to it; return trainer, optimizer, step and rows."""
     if stage not in config.stage_names:
-        raise ValueError(
+        raise UserError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "
             f"{', '.join(config.stage_names)}"
         )
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
-        raise ValueError(f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}")
+        raise UserError(f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}")
     checkpoint = None
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
@@ -138,8 +139,8 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
         except Reached as reached:
             return reached.args
     if exit_code:
-        raise ValueError(f"--step {number}: a signal stopped the replay before this step. Run the command again.")
-    raise ValueError(
+        raise UserError(f"--step {number}: a signal stopped the replay before this step. Run the command again.")
+    raise UserError(
         f"--step {number}: the stage {stage} has fewer steps, because max_epochs ends it earlier. "
         "Choose an earlier step."
     )
@@ -149,7 +150,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     """Print a prompt, and per completion the log-probability sums in nats, answer and rewards."""
     if not 0 <= index < len(rows):
-        raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
+        raise UserError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]
     temperature = 1.0
     if step.groups:

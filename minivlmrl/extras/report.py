@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import error_context, require, truncate
+from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import RUN_CONFIG, file_inside, file_to_write
 from minivlmrl.json_files import json_text, read_json
 from minivlmrl.run.callbacks import Callback
@@ -290,7 +290,7 @@ def data_uri(folder: Path, path: str) -> str:
     is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
     file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
     if not file.is_file():
-        raise ValueError(
+        raise UserError(
             f"{truncate(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
             "this file."
         )
@@ -304,11 +304,11 @@ def main(arguments: list[str]):
     p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
-        raise ValueError(f"a report shows one or two runs, but {len(options.runs)} were given")
+        raise UserError(f"a report shows one or two runs, but {len(options.runs)} were given")
     folders = [Path(run) for run in options.runs]
     for folder in folders:
         if not (folder / METRICS).is_file():
-            raise ValueError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")
+            raise UserError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")
     out = file_to_write(options.out or folders[0] / "report.html")
     write_page(folders, out)
     print(f"open {out} in a browser")

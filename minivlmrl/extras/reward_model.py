@@ -17,6 +17,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, reshard
+from minivlmrl.errors import UserError
 from minivlmrl.generation.environments import samples_trajectories
 from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
@@ -188,7 +189,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 def check_stage_order(config: RunConfig, stage: str):
     """Raise ValueError if a stage needs a reward model before it exists, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
-        raise ValueError(
+        raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "
             "window; remove reward_model from rewards"
         )
@@ -197,7 +198,7 @@ def check_stage_order(config: RunConfig, stage: str):
         return
     earlier = config.stage_names[: config.stage_names.index(stage)]
     if not any(issubclass(find_trainer(name, config), RewardTrainer) for name in earlier):
-        raise ValueError(
+        raise UserError(
             f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path "
             f"to the folder of a reward model, or add the stage reward_model before {stage}"
         )

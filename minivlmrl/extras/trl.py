@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivlmrl.errors import UserError
 from minivlmrl.losses.grpo import (
     AVERAGES,
     TERMS,
@@ -89,7 +90,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         args = copy.copy(args)
         if isinstance(loss, str):
             if args.loss_type not in (CONFIG_DEFAULTS["loss_type"], loss):
-                raise ValueError(f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of them")
+                raise UserError(f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of them")
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
@@ -221,12 +222,12 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
     """Raise ValueError if `args` sets an option that the loss function does not support."""
     if args.use_adaptive_entropy:
-        raise ValueError(
+        raise UserError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "
             "use_adaptive_entropy to false, or use trl.GRPOTrainer"
         )
     if args.use_liger_kernel:
-        raise ValueError("use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to false")
+        raise UserError("use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to false")
     if function is grpo_loss:
         check_known("loss_type", args.loss_type, AVERAGES)
         function = TERMS[args.loss_type]
@@ -235,7 +236,7 @@ def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: di
         return
     for name in term_options:
         if name not in accepted:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {term_options[name]}, but the loss {function.__name__} has no such "
                 "argument; remove the option"
             )

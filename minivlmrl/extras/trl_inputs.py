@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.errors import UserError
+
 try:
     from transformers import TrainerCallback
 except ImportError as error:
@@ -140,7 +142,7 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     """Return log-probabilities, logits or loss, with zeros at image and video tokens."""
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
-        raise ValueError(
+        raise UserError(
             f"the model returns none of {', '.join(OUTPUTS)}, so InputCheck cannot check its "
             "images; remove this callback"
         )

@@ -13,7 +13,7 @@ import torch
 from minivlmrl.data.image_settings import FPS, SAMPLING
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, open_source
 from minivlmrl.data.video import FRAME_FACTOR, Video, check_size
-from minivlmrl.errors import error_context, optional_dependency, pluralize
+from minivlmrl.errors import UserError, error_context, optional_dependency, pluralize
 
 MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for sampled frames
 
@@ -28,7 +28,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
         if hasattr(error, "strerror"):  # from the operating system or FFmpeg
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
-        raise ValueError(f"{name}: {error_text}") from error
+        raise UserError(f"{name}: {error_text}") from error
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
@@ -67,7 +67,7 @@ def count_frames(container, stream) -> int:
     end_seconds = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
-            raise ValueError("the video file is truncated or damaged")
+            raise UserError("the video file is truncated or damaged")
         is_ours = packet.stream_index == stream.index
         if is_ours and packet.size > 0 and not packet.is_discard:
             total_frames += 1
@@ -78,7 +78,7 @@ def count_frames(container, stream) -> int:
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
-        raise ValueError(
+        raise UserError(
             f"the video file is truncated, because it ends after {end_seconds:.6g} of {claimed_seconds:.6g} seconds"
         )
     return total_frames
@@ -97,9 +97,9 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
         if not isinstance(stream, av.VideoStream):
-            raise ValueError("the file has no video stream")
+            raise UserError("the file has no video stream")
         if stream.codec_context is None:
-            raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
+            raise UserError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
         # per frame: frames may be larger than the stream header says
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
@@ -113,13 +113,13 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
     with opened_video(file) as (container, stream):
         for frame in container.decode(stream):
             if frame.is_corrupt:
-                raise ValueError(f"frame {num_decoded} is damaged")
+                raise UserError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
                 # phones store frames unrotated, with an angle for the player
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
-                    raise ValueError(
+                    raise UserError(
                         f"the rotation of the video is {frame.rotation} degrees, but it must be a multiple of 90"
                     )
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
@@ -146,7 +146,7 @@ def sample_indices(
     Source: video readers in qwen-vl-utils; for frame_factor 1 (Qwen3-VL), Qwen3VLVideoProcessor in transformers.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
-        raise ValueError(
+        raise UserError(
             f"the video has {pluralize(total_frames, 'frame')} at {video_fps} per second, so no frame can be sampled"
         )
     duration = total_frames / video_fps
@@ -155,7 +155,7 @@ def sample_indices(
     first_frame = math.ceil(min(video_start, duration) * video_fps)
     last_frame = min(math.floor(min(video_end, duration) * video_fps), total_frames - 1)
     if first_frame >= last_frame:
-        raise ValueError(
+        raise UserError(
             f"no two frames lie between video_start {video_start} and video_end {video_end}; the video has "
             f"{pluralize(total_frames, 'frame')} at {video_fps:.6g} per second ({duration:.6g} seconds)"
         )
@@ -182,7 +182,7 @@ def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampli
     """
     if "nframes" in sampling:
         if sampling.keys() & {"fps", "min_frames", "max_frames"}:
-            raise ValueError("nframes cannot be combined with fps, min_frames or max_frames; use one of them")
+            raise UserError("nframes cannot be combined with fps, min_frames or max_frames; use one of them")
         nframes = round(sampling["nframes"] / frame_factor) * frame_factor
     else:
         min_frames = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
@@ -191,7 +191,7 @@ def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampli
         wanted_frames = min(max(wanted_frames, min_frames), max_frames, total_frames)
         nframes = math.floor(wanted_frames / frame_factor) * frame_factor
     if not FRAME_FACTOR <= nframes <= total_frames:
-        raise ValueError(
+        raise UserError(
             f"cannot sample {nframes} frames of a video of {pluralize(total_frames, 'frame')}; the number must "
             "be at least 2, and at most the number of frames of the video"
         )

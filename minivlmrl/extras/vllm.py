@@ -39,7 +39,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import is_out_of_memory
+from minivlmrl.errors import UserError, is_out_of_memory
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
@@ -161,13 +161,13 @@ class VLLMSampler(Sampler):
         try:
             import_module("vllm")
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"sampling.engine=vllm needs vLLM; install it as docs/use.md describes: {error!r}"
             ) from error
         check_values(VLLMOptions, config.sampling.vllm, "sampling.vllm")
         limit = cls.most_tokens(config.sampling)
         if limit and limit <= config.sampling.max_new_tokens:
-            raise ValueError(
+            raise UserError(
                 f"sampling.vllm.max_model_len is {limit}, which leaves no room for a prompt, "
                 f"because sampling.max_new_tokens is {config.sampling.max_new_tokens}; set "
                 "max_model_len to at least max_new_tokens plus the tokens of the longest prompt"
@@ -179,7 +179,7 @@ class VLLMSampler(Sampler):
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
-            raise ValueError(
+            raise UserError(
                 f"sampling.engine is vllm, which minivlmrl does not support for models of the type "
                 f"{model_type}; set sampling.engine=native"
             )
@@ -260,13 +260,13 @@ class VLLMSampler(Sampler):
         if prompt.row is not None:
             name = prompt.row.where or f"row {prompt.row.index}"
         if (ids == config.video_token_id).any():
-            raise ValueError(
+            raise UserError(
                 f"{name}: the prompt contains a video, which vLLM does not support here; set sampling.engine=native"
             )
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
         if limit and len(ids) + num_new > limit:  # vLLM would truncate the completion
-            raise ValueError(
+            raise UserError(
                 f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens "
                 f"({num_new}) exceeds sampling.vllm.max_model_len ({limit}); increase max_model_len"
             )
@@ -320,7 +320,7 @@ class VLLMSampler(Sampler):
             worst = max(worst, (mismatch.item(), row.where or f"row {row.index}"))
         mismatch, where = max(self.world.gather_objects(worst))
         if mismatch > bound * max_logp_mismatch:
-            raise ValueError(
+            raise UserError(
                 f"vLLM computes a different policy: its log-probabilities for {where} differ from the policy's by "
                 f"{mismatch:.3g} nats, but at most {bound} * rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} "
                 "nats are accepted; see docs/use.md"
@@ -369,7 +369,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
         except (TypeError, RuntimeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
-            raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
+            raise UserError("sampling.vllm: " + " ".join(str(error).split())) from error
     # vLLM ends torch's process group when the run ends; minivlmrl must not
     world.ends_group = False
     if on_gpu:

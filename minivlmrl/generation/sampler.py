@@ -14,7 +14,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 from minivlmrl.generation.generate import Decode, TokenSampler, generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -87,7 +87,7 @@ class Sampler:
         longest = max(map(len, ids), default=0)
         max_positions = self.model.config.max_position_embeddings
         if longest + sampling.max_new_tokens > max_positions:
-            raise ValueError(
+            raise UserError(
                 f"a prompt of {longest} tokens and sampling.max_new_tokens, which is "
                 f"{sampling.max_new_tokens}, exceed the model's {max_positions} positions "
                 "(max_position_embeddings); shorten the prompt, or decrease max_new_tokens"
@@ -105,7 +105,7 @@ class Sampler:
         largest = max(stop_ids, default=0)
         vocab_size = self.model.config.vocab_size
         if largest >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"stop_token_ids contains {largest}, but the vocabulary of the model has only "
                 f"{vocab_size} tokens; use ids from 0 to {vocab_size - 1}"
             )
@@ -201,7 +201,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options:
-            raise ValueError("an engine has no options; remove the parentheses")
+            raise UserError("an engine has no options; remove the parentheses")
     return kind
 
 
@@ -209,12 +209,12 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
     """Raise ValueError for a wrong number of completions, or NaN log-probabilities."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
-        raise ValueError(
+        raise UserError(
             f"sampling.engine returned lists of {lengths} completions, but it must return "
             f"{num_generations} for each of the {num_prompts} prompts"
         )
     if not all(bool(x.sampled_logps.isfinite().all()) for x in chain(*completions)):
-        raise ValueError("sampling.engine returned log-probabilities that are NaN or infinite")
+        raise UserError("sampling.engine returned log-probabilities that are NaN or infinite")
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:

@@ -12,6 +12,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.errors import UserError
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
@@ -81,7 +82,7 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
         return find_family(model_config.model_type).build_model(model_config)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error
+        raise UserError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error
 
 
 @runtime_checkable

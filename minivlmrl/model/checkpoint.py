@@ -18,7 +18,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import image_settings, read_image_processor, video_settings, write_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
-from minivlmrl.errors import error_context, require
+from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, unchanged, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
@@ -100,7 +100,7 @@ def _read_weights(
             elif tensor.shape != like.shape:
                 fault = f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
             if fault or like is None:
-                raise ValueError(
+                raise UserError(
                     f"{file}: the tensor {name:.80} {fault}. Use a config.json and weight files that belong together."
                 )
             read_names.add(name)
@@ -111,12 +111,12 @@ def _read_weights(
                 check_loaded(tensor, name, file)
                 like.pack(tensor.to(device), take_shard)
     if missing := expected.keys() - read_names:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the weight files lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
-        raise ValueError(
+        raise UserError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
             "from the embedding. To use the stored head, as transformers 5 does, set "
             "tie_word_embeddings to false. To ignore it, as transformers 4 does, remove the tensor."
@@ -130,7 +130,7 @@ def check_loaded(weight: Tensor, name: str, file: Path):
     # one NaN or infinite value is enough
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
-        raise ValueError(
+        raise UserError(
             f"{file}: the tensor {name} contains NaN or infinite values. Download the model again, "
             "or save it again from an earlier state."
         )
@@ -147,13 +147,13 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
-                raise ValueError(
+                raise UserError(
                     f"{file}: the tensor {name:.80} is {tensor.dtype}, but quantized checkpoints "
                     "are not supported. Use the bfloat16 checkpoint from which it was quantized."
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file ({error}). Download or save it again.") from error
+        raise UserError(f"{file} is not a complete safetensors file ({error}). Download or save it again.") from error
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
         if CARRIED.fullmatch(file.name) and file.is_file():
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
-                raise ValueError(
+                raise UserError(
                     f"{file} is a link to {target}, outside its folder. Replace the link with a copy of the file."
                 )
             files[file.name] = file.read_bytes()
@@ -259,7 +259,7 @@ def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
     """Raise ValueError for a weight that is not finite: a diverged model is never saved."""
     if not tensor.isfinite().all():
-        raise ValueError(
+        raise UserError(
             f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "
             "not changed. The run has probably diverged; try a lower learning rate."
         )

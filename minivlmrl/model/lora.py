@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import random_numbers
-from minivlmrl.errors import require
+from minivlmrl.errors import UserError, require
 from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -276,7 +276,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     try:
         pattern = re.compile(target)
     except re.error as error:
-        raise ValueError(f"target is {target!r}, which is not a valid regular expression ({error})") from error
+        raise UserError(f"target is {target!r}, which is not a valid regular expression ({error})") from error
     target_names = []
     for name in linear_names:
         kind = next((kind for kind, of_kind in kinds.items() if of_kind.search(name)), part_of(name))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.errors import UserError
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.linear_log_softmax import join_masks
 from minivlmrl.model.attention import PackedLayout
@@ -78,7 +79,7 @@ def pack(
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
-        raise ValueError("A completion has no tokens. Drop its row, or end it with a stop token.")
+        raise UserError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
     segments = []  # in input_ids order

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import FilePath
-from minivlmrl.errors import error_context, require, truncate
+from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import save_tensors, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -66,7 +66,7 @@ def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
             for shapes in (folder_shapes, model_shapes)
         )
         if folder_text != model_text:
-            raise ValueError(
+            raise UserError(
                 f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe has {model_text}. "
                 "Change adapter.r, adapter.alpha or adapter.target to match the folder."
             )
@@ -78,7 +78,7 @@ def find_adapter(folder: str | Path) -> Path:
     for found in (Path(folder) / inner for inner in INNER_FOLDERS):
         if (found / CONFIG).is_file():
             return found
-    raise ValueError(
+    raise UserError(
         f"{folder} does not contain an adapter, because {CONFIG} is neither in this folder nor in its subfolders "
         "adapter/ and checkpoint/adapter/. Use a folder that PEFT wrote, or the folder of a run that set adapter.r."
     )
@@ -96,7 +96,7 @@ def base_model(folder: str | Path) -> str:
     file = find_adapter(folder) / CONFIG
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base or (isabs(base) and not isdir(base)):
-        raise ValueError(
+        raise UserError(
             f"{file} does not name an existing base model (base_model_name_or_path is {base!r}). Correct this path, or "
             "merge the adapter with `minivlmrl merge`, and use the merged folder."
         )
@@ -116,7 +116,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
                 shapes[hub_name(match[1])] = len(tensor)
         ranks = set(shapes.values())
         if len(ranks) != 1 or config.alpha_pattern:
-            raise ValueError(
+            raise UserError(
                 f"the layers have the ranks {sorted(ranks)} and alpha_pattern "
                 f"{config.alpha_pattern}, but only one rank and one alpha are supported here. "
                 "Merge the adapter with `minivlmrl merge`, and use the merged folder."
@@ -131,7 +131,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"the file is not a complete safetensors file ({error}). Save the adapter again in the safetensors format; "
             "PEFT's .bin files are not supported."
         ) from error
@@ -153,13 +153,13 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
                 require(is_valid, name, tensor.dtype, expected)
                 match = TENSOR.fullmatch(name)
                 if match is None:
-                    raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
+                    raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
                 layer_name, kind = match.groups()
                 layer_name = hub_name(layer_name)  # names vary by transformers release
                 layer_pairs.setdefault(layer_name, {})[kind] = tensor
                 weights[f"{layer_name}.{kind}"] = tensor
             if not layer_pairs:
-                raise ValueError("the file does not contain any tensors. Save the adapter again.")
+                raise UserError("the file does not contain any tensors. Save the adapter again.")
             shapes = {name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()}
     return shapes, weights
 
@@ -170,7 +170,7 @@ def _read_config(file: Path) -> PeftConfig:
     with error_context(file):
         for name in UNSUPPORTED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(f"{name} is {truncate(values[name], 60)}, which is not supported. {MERGE}")
+                raise UserError(f"{name} is {truncate(values[name], 60)}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
             is_name = LAYER.fullmatch(name) is not None
             require(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
@@ -181,18 +181,18 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     """Check shapes of lora_A and lora_B, and return (r, scaling)."""
     layer = dict(model.named_modules()).get(name)
     if layer is None:
-        raise ValueError(
+        raise UserError(
             f"the adapter changes the layer {name:.80}, which this model does not have. Use an adapter that was "
             "trained on this base model."
         )
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
-        raise ValueError(f"the layer {name:.80} is not a linear layer, or is the head. {MERGE}")
+        raise UserError(f"the layer {name:.80} is not a linear layer, or is the head. {MERGE}")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
     expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
     if shapes != expected_shapes or not r:
         found_shapes = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
-        raise ValueError(
+        raise UserError(
             f"the adapter of the layer {name} has {found_shapes}, but this model needs lora_A (r, {layer.in_features}) "
             f"and lora_B ({layer.out_features}, r). Use an adapter that was trained on this base model."
         )

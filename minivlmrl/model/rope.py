@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from minivlmrl.errors import UserError
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.config import ModelConfig, VisionConfig
 
@@ -49,7 +50,7 @@ def get_rope_index(
         while begin < len(ids) and ids[begin] not in placeholders:
             begin += 1
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
-            raise ValueError(
+            raise UserError(
                 f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} "
                 f"needs at position {begin}. Expand placeholders with the processor of this model."
             )
@@ -61,7 +62,7 @@ def get_rope_index(
         position += int(grid.max()) + 1  # the largest position on any axis
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
-        raise ValueError(
+        raise UserError(
             "input_ids have more image or video tokens than the grids need. Pass the grid of every image and video."
         )
     pieces.append(_text_positions(position, len(ids) - done))

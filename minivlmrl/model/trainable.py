@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from minivlmrl.config.types import LAYERS, Frozen
-from minivlmrl.errors import pluralize, require
+from minivlmrl.errors import UserError, pluralize, require
 from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
@@ -17,7 +17,7 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, frozen_layers, adapted))
     if not trained_parameters(model):
-        raise ValueError(
+        raise UserError(
             f"model.freeze is [{', '.join(freeze)}], so no parameter would be trained. Freeze "
             "fewer parts, or add another part to adapter.target."
         )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
 from minivlmrl.data.processor import Processor
+from minivlmrl.errors import UserError
 from minivlmrl.files import unchanged
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
@@ -67,7 +68,7 @@ def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLang
         return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
 
     if form(value_model.backbone, load_processor(folder)) != form(policy, processor):
-        raise ValueError(
+        raise UserError(
             f"{folder}: this model has a different tokenizer, family or patch size than the policy, so it can neither "
             "score the policy's completions nor be its critic; train a reward model from the policy's base model"
         )
@@ -82,7 +83,7 @@ def check_value_model_folder(folder: str | Path):
         advice = (
             f"use {near[0]}" if near else "train one with the stage reward_model, and use RUN/reward_model of that run"
         )
-        raise ValueError(f"{folder} does not contain {HEAD_FILE}, the head of a reward model; {advice}")
+        raise UserError(f"{folder} does not contain {HEAD_FILE}, the head of a reward model; {advice}")
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
@@ -99,7 +100,7 @@ def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueMo
     tensors = dict(read_tensors(file))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"score.weight": shape}:
-        raise ValueError(
+        raise UserError(
             f"{file} contains {shapes}, but it must contain only score.weight with shape {shape}. "
             "Use a head that was trained with this backbone."
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
@@ -162,7 +162,7 @@ def score_boxes(
             continue
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"solution {truncate(solution, 300)} {requirement}")
+            raise UserError(f"solution {truncate(solution, 300)} {requirement}")
         predicted = [(label, box.to(size)) for label, box in read(answer or "", extent)]
         if not predicted:
             scored.append((0.0, NO_ANSWER if answer is None else NO_BOX))
@@ -186,7 +186,7 @@ def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
     for _, box in read_boxes(str(solution), size):
         sides = zip(box.numbers, size * 2, strict=True)
         if max(box.numbers) <= 1 or any(not -1 <= number <= side + 1 for number, side in sides):
-            raise ValueError(
+            raise UserError(
                 f"the solution {solution!s:.80} is not a box inside {image} of {size[0]} x {size[1]} pixels; write "
                 "x1, y1, x2, y2 in pixels of the image file"
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.errors import UserError
 from minivlmrl.rewards.text import find_answer
 
 Size = tuple[float, float]
@@ -110,7 +111,7 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
     """
     extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
     if space not in extents:
-        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
+        raise UserError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
     return extents[space]
 
 

@@ -21,7 +21,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import pluralize, truncate
+from minivlmrl.errors import UserError, pluralize, truncate
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function" or function
@@ -70,13 +70,13 @@ class RewardLog:
         """Log a finite number as a metric; metrics.jsonl has the mean over a rollout."""
         number = plain_value(value)
         if name in STEP_METRICS:  # would overwrite the value of the step
-            raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
+            raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise ValueError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
+            raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
-class RewardFailed(ValueError):
+class RewardFailed(UserError):
     """A reward function failed: raised on all ranks, which then save a checkpoint together."""
 
 
@@ -263,7 +263,7 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     and None are logged as str(value): the log is JSON.
     """
     if len(values) != len(extras):
-        raise ValueError(
+        raise UserError(
             f"log_extra: {column!r} has {pluralize(len(values), 'value')} for {pluralize(len(extras), 'completion')}; "
             "give one value for each completion"
         )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minivlmrl.data.markup import PLAIN_SIGNS, read_json
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 
 LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
@@ -110,7 +110,7 @@ def solution_text(solution: Any) -> str:
 
     is_list = isinstance(solution, list | tuple)
     if isinstance(solution, dict) or (is_list and (len(solution) == 1 or not has_only_numbers(solution))):
-        raise ValueError(
+        raise UserError(
             f"solution {truncate(solution, 80)} is an object or a list, which no answer can equal; write one text or "
             "number as the solution, or use a reward that reads such solutions"
         )

@@ -26,7 +26,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import error_context, error_phase, pluralize
+from minivlmrl.errors import UserError, error_context, error_phase, pluralize
 from minivlmrl.files import file_stamps, flush_file, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -82,14 +82,14 @@ def check_resume(config: RunConfig) -> list[Path]:
     if resume is not None and not is_allowed:
         state = Path(resume)
         if not state.is_dir() or (state / "states").is_dir():
-            raise ValueError(
+            raise UserError(
                 f"resume: {resume} is not the folder of a checkpoint; "
                 "use auto, never, or a folder such as RUN/states/000120"
             )
         is_allowed = state.absolute().parent.resolve() == folder.resolve()
     states = state_folders(folder)
     if states and not is_allowed:
-        raise ValueError(
+        raise UserError(
             f"{folder} contains checkpoints of an earlier run, of which {states[-1].name} is the newest; use "
             "--resume=auto to continue from the newest one, or --resume=never to delete all of them and start again"
         )
@@ -199,7 +199,7 @@ class CheckpointManager:
         num_begun = state.stage + 1
         same_stages = state.stages[:num_begun] == config.stage_names[:num_begun]
         if not same_stages or state.seed != config.seed:
-            raise ValueError(
+            raise UserError(
                 f"resume: {self.resumed} belongs to a run with stages {state.stages} "
                 f"and seed {state.seed}; use the same stages and seed to resume it"
             )
@@ -220,7 +220,7 @@ class CheckpointManager:
         check_base_weights(state, new, self.resumed)
         for change in changes(state, new, self.resumed):
             if same_rows and change.moves_rows:
-                raise ValueError(
+                raise UserError(
                     f"resume: {change.text}, so rows would be skipped or repeated; restore the earlier "
                     f"value, or accept this with --resume={self.resumed}"
                 )
@@ -236,7 +236,7 @@ class CheckpointManager:
                 with unchanged(folder, since=self.stamps):
                     self.read_tensors(folder, trainer, optimizer)
             except SafetensorError as error:
-                raise ValueError(f"the checkpoint {folder} cannot be read ({error})") from error
+                raise UserError(f"the checkpoint {folder} cannot be read ({error})") from error
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
@@ -251,7 +251,7 @@ class CheckpointManager:
         unmatched = sorted(targets.keys() ^ shards.keys())
         with error_context(where):
             if unmatched:
-                raise ValueError(f"{unmatched[0]} is only in the checkpoint or only in the run")
+                raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
             for name, tensor in targets.items():
                 read_into(tensor, name, shards[name])
 
@@ -271,12 +271,12 @@ class CheckpointManager:
                 self.resumed = folder
                 break
         if state is not None and self.resumed in folders and int(self.resumed.name) != state.steps:
-            raise ValueError(
+            raise UserError(
                 f"resume: the checkpoint {self.resumed} was saved after {pluralize(state.steps, 'step')}, but its "
                 f"name says otherwise; rename the folder to {state.steps:06d}"
             )
         if candidates and state is None:
-            raise ValueError(
+            raise UserError(
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
@@ -302,17 +302,17 @@ class CheckpointManager:
         def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
             if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
-                raise ValueError(f"{folder} does not have exactly the files listed in {COMPLETE}")
+                raise UserError(f"{folder} does not have exactly the files listed in {COMPLETE}")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if checksum(folder / name) != checksums[name]:
-                    raise ValueError(f"the contents of {name} do not match its checksum")
+                    raise UserError(f"the contents of {name} do not match its checksum")
             return read_trainer_state(folder)
 
         try:
             return self.world.run_on_all_ranks(check, "read the checkpoints")
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise ValueError(
+                raise UserError(
                     f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
                     "checkpoint with --resume=FOLDER, which deletes this one"
                 ) from error
@@ -354,7 +354,7 @@ class CheckpointManager:
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OSError | SafetensorError):
-                raise ValueError(f"the checkpoint {folder} could not be written ({error})") from error
+                raise UserError(f"the checkpoint {folder} could not be written ({error})") from error
             raise
         self.saved_steps = state.steps
         self.saved_time = clock()

@@ -13,7 +13,7 @@ from minivlmrl.config.types import RewardName
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import did_you_mean, error_context, require
+from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -115,7 +115,7 @@ def check_sources(options: DataOptions, stages: Mapping[str, str]):
     every_stage_has_a_file = bool(stages) and stages.keys() <= options.files.keys()
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
     if not is_clear or (sources == ["task"] and options.files):
-        raise ValueError(
+        raise UserError(
             "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
             f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
             "--data.task=null removes the task of a recipe"
@@ -128,7 +128,7 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
     for name in renamed:
         if name not in columns:
             own = sorted(columns - {*renamed.values()})
-            raise ValueError(
+            raise UserError(
                 f"data.columns renames {name!r}, but no row has this column; the columns are "
                 f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
             )
@@ -141,7 +141,7 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
     datasets = {}
     for stage, needs in stages.items():
         if needs not in training:
-            raise ValueError(
+            raise UserError(
                 f"stages: {stage} needs {needs}, but data.task {config.data.task} does not generate "
                 "such rows; remove the stage, or use a file of rows (data.train_file)"
             )
@@ -169,7 +169,7 @@ def _open_section(
     """
     for name in section.rewards:
         if name not in config.rewards:
-            raise ValueError(
+            raise UserError(
                 f"data.train: {section.file}: unknown reward {name!r}; the rewards of the recipe "
                 f"are: {', '.join(config.rewards)}{did_you_mean(name, config.rewards)}"
             )
@@ -235,7 +235,7 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:
-        raise ValueError(
+        raise UserError(
             f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, where N "
             "is a number such as 10 or a percentage such as 10%"
         )

@@ -13,7 +13,7 @@ from minivlmrl.config.options import NO_TRUNCATION, RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_phase, truncate
+from minivlmrl.errors import UserError, error_phase, truncate
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -98,7 +98,7 @@ def check_best_metric(config: RunConfig, needs: Collection[str]):
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
     names += [name for kind, name in ANSWER_METRICS.items() if kind in needs]
     if config.best_metric is not None and config.best_metric not in names:
-        raise ValueError(f"best_metric is {truncate(config.best_metric, 80)}, but it must be one of {', '.join(names)}")
+        raise UserError(f"best_metric is {truncate(config.best_metric, 80)}, but it must be one of {', '.join(names)}")
 
 
 def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from minivlmrl.errors import UserError
 from minivlmrl.kernels.file_lock import lock_file
 
 NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # file systems without locks
@@ -27,7 +28,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
             try:
                 lock_file(file, wait=False)
             except BlockingIOError as error:
-                raise ValueError(
+                raise UserError(
                     f"output_dir: another run is writing into {folder}. Wait until that run ends, or "
                     "choose another folder."
                 ) from error
@@ -46,7 +47,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         sees = world.gather_objects(not token or (path.is_file() and path.read_text() == token))
         blind = [str(rank) for rank, sees_folder in enumerate(sees) if not sees_folder]
         if blind:
-            raise ValueError(
+            raise UserError(
                 f"output_dir: {'rank' if len(blind) == 1 else 'ranks'} {', '.join(blind)} cannot see "
                 f"the folder {folder} of rank 0. All hosts must share this folder; set output_dir to "
                 "an absolute path on a shared file system."

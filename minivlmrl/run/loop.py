@@ -14,7 +14,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
-from minivlmrl.errors import error_phase
+from minivlmrl.errors import UserError, error_phase
 from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
@@ -164,7 +164,7 @@ def train_stage(
             with error_phase(UPDATE):  # `after_step` is part of the update
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
-            raise ValueError(
+            raise UserError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
         state.advance(batches.batches_consumed)
@@ -227,7 +227,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                 loss, metrics = trainer.training_loss(batch)
             with trainer.phase("backward", rows):
                 if has_gradient(batch) and not loss.requires_grad:
-                    raise ValueError(
+                    raise UserError(
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )

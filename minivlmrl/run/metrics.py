@@ -23,7 +23,7 @@ from torch import Tensor
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 from minivlmrl.json_files import json_text
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
@@ -265,7 +265,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         bound = bound / 10
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not config.adapter.dropout:  # the sampler applies no dropout
-        raise ValueError(
+        raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
             "enough; rollout.max_logp_mismatch sets the bound, and the value .inf disables the check"

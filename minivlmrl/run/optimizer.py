@@ -12,7 +12,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
-from minivlmrl.errors import error_context, require
+from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import trained_parameters
 
@@ -65,7 +65,7 @@ def check_optimizer(section: OptimizerOptions):
         try:
             save(state)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 "checkpoints cannot save the optimizer's state, which must consist of tensors that "
                 f"share no memory ({error})"
             ) from error

@@ -14,7 +14,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 from minivlmrl.files import digest, weight_files
 from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
@@ -76,7 +76,7 @@ def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None)
     both = old.files.base, new.files.base
     quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
     if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:
-        raise ValueError(
+        raise UserError(
             f"resume: the base weights of the adapter have changed since {saved} "
             "was saved; restore the earlier weights (model.path) and adapter.quantize"
         )

@@ -11,7 +11,7 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import error_phase, pluralize
+from minivlmrl.errors import UserError, error_phase, pluralize
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
@@ -30,7 +30,7 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
     """Raise ValueError if no stage has best_metric, or if torchrun restarts ranks without --resume=auto."""
     check_best_metric(config, [trainer.needs for trainer in trainers.values()])
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
-        raise ValueError(
+        raise UserError(
             "resume: torchrun's --max-restarts only works with --resume=auto, because a restarted "
             "process has to continue the run"
         )
@@ -45,7 +45,7 @@ def check_output_dir(config: RunConfig):
     if not config.stages and metrics_file.exists():  # an evaluation would overwrite the metrics
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
-        raise ValueError(
+        raise UserError(
             f"output_dir: {folder} contains the results of an earlier run; use --resume=never to "
             "delete them and start again, or another --output_dir to keep them"
         )
@@ -129,7 +129,7 @@ class Results:
                     "Nothing has been trained yet, so the weights are damaged or the activations are too "
                     f"large for {dtype}; try --model.compute_dtype=float32"
                 )
-            raise ValueError(f"evaluation {name}: {error}. {cause}") from error
+            raise UserError(f"evaluation {name}: {error}. {cause}") from error
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage

@@ -20,6 +20,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
+from minivlmrl.errors import UserError
 from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.generation.sampler import find_engine
@@ -84,7 +85,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
-        raise ValueError(
+        raise UserError(
             "model: set exactly one of model.path (a model folder) and model.config (a config.json for random weights) "
             "and set the other one to null"
         )
@@ -157,7 +158,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:
-        raise ValueError(
+        raise UserError(
             "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "
             "set data.task, or set model.path to use a checkpoint instead"
         )
@@ -242,7 +243,7 @@ def check_positions(
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
         limit = most_tokens - num_new
         if limit < 1:
-            raise ValueError(
+            raise UserError(
                 f"sampling.max_new_tokens is {num_new}, but it must be less than {most_tokens}, "
                 f"because prompt and completion together must not exceed {bound}"
             )
@@ -254,7 +255,7 @@ def check_positions(
         )
         skips = config.data.skip_unreadable and name != "eval"
         for size in long_rows(rows, processor, limit, skips, answers):
-            raise ValueError(
+            raise UserError(
                 f"{size.where}: the prompt{' and the answer' if answers else ''} of {size.longest} tokens {reason}"
             )
 

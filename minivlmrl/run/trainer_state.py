@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import pluralize
+from minivlmrl.errors import UserError, pluralize
 from minivlmrl.json_files import read_json
 
 RUN = "run.json"
@@ -51,7 +51,7 @@ class TrainerState:
     def check_rows(self, rows: int):
         """Raise ValueError if the number of rows has changed since the checkpoint."""
         if self.rows not in (0, rows):
-            raise ValueError(
+            raise UserError(
                 f"resume: the checkpoint was saved with {pluralize(self.rows, 'row')}, but the dataset now has "
                 f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
             )

@@ -18,7 +18,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import error_phase, truncate
+from minivlmrl.errors import UserError, error_phase, truncate
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -232,7 +232,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
     # reserved fields in metrics.jsonl
     if not is_scalar or pair[1].keys() & {"stage", "step", "loss"}:
-        raise ValueError(
+        raise UserError(
             f"{name} returned {truncate(result, 200)}, but it must return the loss, or the loss and a "
             "dictionary of metrics, as in `return loss, {}`. The loss and the metrics must be tensors without "
             "dimensions, and no metric may be named stage, step or loss"

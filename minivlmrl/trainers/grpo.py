@@ -20,7 +20,7 @@ from minivlmrl.config.import_utils import load_function
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
@@ -310,7 +310,7 @@ def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
     """Return advantages; raise ValueError unless every completion has a finite one."""
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
-        raise ValueError(
+        raise UserError(
             f"grpo.advantages {name} returned {truncate(advantages, 200)}, but it must return a float tensor of shape "
             f"({len(totals)},) with one finite advantage for each completion, even if their rewards are equal"
         )

@@ -17,6 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_critic, save_value_model
 from minivlmrl.distributed.weights import copy_model
+from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -53,7 +54,7 @@ class PPOTrainer(RolloutTrainer):
     def check(cls, config: RunConfig):
         super().check(config)
         if config.sampling.environment:
-            raise ValueError(
+            raise UserError(
                 "sampling.environment is set, but the stage ppo does not support tools, because "
                 "its critic has no values for the tokens that tools insert; use the stage grpo"
             )

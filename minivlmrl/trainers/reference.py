@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_part, reshard
-from minivlmrl.errors import error_phase, require
+from minivlmrl.errors import UserError, error_phase, require
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -121,7 +121,7 @@ def load_reference(path: str, policy: VisionLanguageModel, processor: Processor,
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"{path}: the tokenizer of this model does not match the policy's: {len(differing)} "
             "tokens of the policy have different ids in this model or are missing, for example "
             f"{differing[0]!r}; use a model with the policy's tokenizer"

@@ -2,7 +2,7 @@
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import error_context, require
+from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.trainers.base import Trainer
 
 # built-in trainers, imported when a recipe names the stage
@@ -23,7 +23,7 @@ def find_class(stage: str) -> type[Trainer]:
         require(is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
         for method in ("steps", "loss"):
             if getattr(trainer, method) is getattr(Trainer, method):
-                raise ValueError(
+                raise UserError(
                     f"the class {trainer.__name__} has no method {method}; "
                     "define this method; see minivlmrl/trainers/base.py"
                 )
@@ -49,7 +49,7 @@ def check_dtypes(config: RunConfig):
     """Raise ValueError for training in float16, which would need loss scaling."""
     for option in ("dtype", "compute_dtype"):
         if config.stage_names and getattr(config.model, option) == "float16":
-            raise ValueError(
+            raise UserError(
                 f"model.{option} is 'float16', in which small gradients become 0, because there is no "
                 "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"
             )

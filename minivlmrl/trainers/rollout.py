@@ -26,6 +26,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import UserError
 from minivlmrl.generation.environments import check_environment, make_sampler, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import check_groups, find_engine
 from minivlmrl.kernels.backend import to_device
@@ -59,12 +60,12 @@ class RolloutTrainer(Trainer):
     def check(cls, config: RunConfig):
         """Raise ValueError if rewards or sampling options do not fit the stage."""
         if config.sampling.temperature == 0:
-            raise ValueError(
+            raise UserError(
                 "sampling.temperature is 0, so all completions of a group would be identical; "
                 "set it to a value greater than 0"
             )
         if not config.rewards:
-            raise ValueError(
+            raise UserError(
                 f"the section rewards is empty, but the stage {cls.stage} needs at least one "
                 "reward; add one, for example rewards: {accuracy: 1.0}"
             )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
@@ -23,7 +24,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
         names: K reward names.
     """
     if rewards.isnan().all():
-        raise ValueError(
+        raise UserError(
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
@@ -75,7 +76,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     means = {}
     for name in sorted(set(chain(*metrics_of_ranks))):
         if name in metrics:
-            raise ValueError(
+            raise UserError(
                 f"log_metric was called with the name {name!r}, which the trainer uses for a metric "
                 "of its own; use a different name"
             )

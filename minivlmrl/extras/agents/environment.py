@@ -10,7 +10,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import error_context, pluralize, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
@@ -69,7 +69,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
         settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
-            raise ValueError(
+            raise UserError(
                 "an environment needs a method reset(self, **columns) and at least one other "
                 "public method, which is a tool"
             )
@@ -91,9 +91,7 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     members = {}
     for function in listed:
         if not inspect.isfunction(function):
-            raise ValueError(
-                f"expected a class, a function or a list of functions, but found {truncate(functions, 60)}"
-            )
+            raise UserError(f"expected a class, a function or a list of functions, but found {truncate(functions, 60)}")
         members[function.__name__] = staticmethod(function)
     return type("Functions", (Stateless,), members)
 
@@ -137,7 +135,7 @@ def environment_reward(
                 reward = environment.get_reward()
             if isinstance(reward, list):
                 if len(texts) - len(reward) not in (0, 1):
-                    raise ValueError(
+                    raise UserError(
                         f"get_reward returned {pluralize(len(reward), 'number')} for {pluralize(len(texts), 'turn')}; "
                         "return one number for each turn (the last turn may have none), or a single number"
                     )
@@ -150,12 +148,12 @@ def check_reward(name: str | None, rewards: Iterable[str]):
     """Check that a recipe has the reward "environment" if and only if its environment has get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
-        raise ValueError(
+        raise UserError(
             f"the environment {name} has a method get_reward, but the recipe does not use it; set "
             "rewards: {environment: 1}"
         )
     if "environment" in rewards and not has_reward:
-        raise ValueError(
+        raise UserError(
             f"the recipe sets rewards: {{environment: 1}}, but sampling.environment ({name}) does "
             "not have a method get_reward; add the method or remove this reward"
         )
@@ -186,7 +184,7 @@ def arguments_of(tool: Callable) -> type:
         hints = typing.get_type_hints(tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if name not in hints:
-                raise ValueError(f"the argument {name!r} does not have a type hint; add one")
+                raise UserError(f"the argument {name!r} does not have a type hint; add one")
             type_schema(hints[name])
             field = [name, hints[name]]
             if parameter.default is not parameter.empty:

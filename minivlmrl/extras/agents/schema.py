@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from PIL.Image import Image
 
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 
 TYPES = {
     int: "integer",
@@ -85,7 +85,7 @@ def type_schema(hint) -> dict:
         return {"type": "array", "prefixItems": [type_schema(part) for part in inside]}
     if origin in (list, tuple):
         return {"type": "array", "items": type_schema(inside[0])}
-    raise ValueError(f"JSON cannot represent the type hint {truncate(hint, 80)}; use a type such as int or list[str]")
+    raise UserError(f"JSON cannot represent the type hint {truncate(hint, 80)}; use a type such as int or list[str]")
 
 
 def union_schema(hints: tuple) -> dict:

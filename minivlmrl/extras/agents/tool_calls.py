@@ -21,7 +21,7 @@ from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import error_context, pluralize, require, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
@@ -118,7 +118,7 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
-        raise ValueError(
+        raise UserError(
             f"reset returned {truncate(text, 40)}, but it must return None; put text for the model into the row's "
             "prompt"
         )
@@ -137,7 +137,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
     except Overtime as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {error}") from error
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
@@ -156,7 +156,7 @@ def strict_json(text: str):
 
 def refuse_constant(name: str):
     """Raise ValueError for NaN and Infinity, which Python's JSON parser accepts."""
-    raise ValueError(f"{name} is not a JSON number")
+    raise UserError(f"{name} is not a JSON number")
 
 
 def check_values(value, name: str):
@@ -177,7 +177,7 @@ def check_values(value, name: str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise UserError(
                 f"{name}: {value!a:.60} is not valid Unicode; it contains half of a surrogate pair"
             ) from error
 
@@ -190,7 +190,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
         with suppress(ValueError):
             values = strict_json(f"[{inside}]")
     if len(values) > len(expected):
-        raise ValueError(f"{name} takes {pluralize(len(expected), 'argument')}, not {len(values)}")
+        raise UserError(f"{name} takes {pluralize(len(expected), 'argument')}, not {len(values)}")
     return {field.name: value for field, value in zip(expected, values, strict=False)}
 
 
@@ -198,9 +198,9 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
     """Parse a call in Qwen's <tool_call> format; return tool name and arguments."""
     written_call = read_parameters(inside, tools) or strict_json(inside)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
-        raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
+        raise UserError('a tool call must have the form {"name": ..., "arguments": {...}}')
     if written_call["name"] not in tools:
-        raise ValueError(f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}")
+        raise UserError(f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}")
     return written_call["name"], written_call.get("arguments", {})
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.data.messages import content_parts, is_trained, part_kind, text_of
 from minivlmrl.data.processor import Processor
+from minivlmrl.errors import UserError
 
 
 @dataclass
@@ -33,7 +34,7 @@ class ToolProcessor(Processor):
                     if part.get("text") != ""
                 ]
             if continues and is_trained(turn) != is_trained(joined[-1]):
-                raise ValueError(
+                raise UserError(
                     "the result of a tool that is called in tags is part of an assistant turn, but only one of the "
                     "assistant turns before and after the result has a loss; train on both turns or on neither"
                 )

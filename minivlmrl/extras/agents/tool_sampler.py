@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 from minivlmrl.extras.agents.environment import Environment, get_environment, settings_of, tools_of
 from minivlmrl.extras.agents.tool_calls import (
     Call,
@@ -360,11 +360,11 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     """Return the environment constructor in sampling.environment."""
     name = sampler.sampling.environment
     if name is None:
-        raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
+        raise UserError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
     # one rank alone runs the forward pass over a tool result, so it must hold all gathered weights
     if not sampler.gather_weights:
-        raise ValueError(
+        raise UserError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
             "set it to true or remove it"
         )
@@ -383,7 +383,7 @@ def begin_episodes(
     for prompt in prompts:
         row = prompt.row
         if row is None:
-            raise ValueError(
+            raise UserError(
                 "the prompt does not have a row, which the environment's reset needs; create the prompt with Row.prompt"
             )
         columns = reset_columns(prompt, row, sampler.processor)

@@ -20,7 +20,7 @@ from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
-from minivlmrl.errors import error_context, truncate
+from minivlmrl.errors import UserError, error_context, truncate
 from minivlmrl.extras.agents.environment import Environment, get_environment
 from minivlmrl.extras.agents.tool_calls import Call, call_method, valid_text
 from minivlmrl.extras.agents.tool_sampler import (
@@ -52,7 +52,7 @@ def has_windows(name: str, history: int | None) -> bool:
     """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
-        raise ValueError(
+        raise UserError(
             f"sampling.history is set, but the environment {name} has a method observe, which also "
             "defines the context windows; remove one of the two"
         )
@@ -191,7 +191,7 @@ class TrajectorySampler(Sampler):
             limit = max_positions - self.sampling.max_new_tokens
             num_tokens = len(window.input_ids)
             if num_tokens > limit:
-                raise ValueError(
+                raise UserError(
                     f"the context window has {num_tokens} tokens, which together with sampling.max_new_tokens exceeds "
                     f"the model's max_position_embeddings ({max_positions}); show fewer or smaller images, or decrease "
                     f"{type(episode.environment).__name__}.max_tool_calls"
@@ -204,14 +204,14 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
+        raise UserError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
     check_messages(messages)
     messages = valid_text(messages)  # the policy can make a tool store text that UTF-8 cannot encode
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")
         if not isinstance(image, PIL.Image.Image):
-            raise ValueError(
+            raise UserError(
                 f"observe returned an image part with {truncate(image, 40)} instead of a PIL image; write "
                 'the part as {"type": "image", "image": a PIL image}'
             )

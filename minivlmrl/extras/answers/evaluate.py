@@ -28,6 +28,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
+from minivlmrl.errors import UserError
 from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG, file_to_write
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
@@ -65,7 +66,7 @@ def answer_file(tool: str, arguments: list[str]):
     """Run `evaluate`, or `generate`, which computes no rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
-        raise ValueError(
+        raise UserError(
             f"--num_generations is {options.num_generations} and --rows is {options.rows}, but both must be at least 1"
         )
     if options.temperature is None:
@@ -74,7 +75,7 @@ def answer_file(tool: str, arguments: list[str]):
     out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or out_folder / f"{tool}.jsonl")
     if out.resolve() == Path(options.data).resolve():
-        raise ValueError(f"--data is {out}, where the answers would be written; choose another name with --out")
+        raise UserError(f"--data is {out}, where the answers would be written; choose another name with --out")
     with_rewards = tool == "evaluate"
     config = evaluation_config(options, overrides, with_rewards)
     rewards = held_out_rewards(config) if with_rewards else []
@@ -127,7 +128,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     for override in overrides:
         if override.removeprefix("--").partition("=")[0] in fields:
-            raise ValueError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
+            raise UserError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe named by the user may load code from files

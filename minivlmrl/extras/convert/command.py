@@ -29,7 +29,7 @@ from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows, split_of
-from minivlmrl.errors import did_you_mean, error_context, optional_dependency, pluralize, require
+from minivlmrl.errors import UserError, did_you_mean, error_context, optional_dependency, pluralize, require
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
@@ -66,11 +66,11 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     """Convert a file; return the path of the new file, or the original if no row changes."""
     sample = list(islice(source_rows(path, options), SAMPLE))
     if not sample:
-        raise ValueError(f"{path} has no rows")
+        raise UserError(f"{path} has no rows")
     layout = options.layout or find_layout(path, sample)
     out = file_to_write(options.out or new_name(path, sample[0][1], options.to))
     if out.resolve() == path.resolve():
-        raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
+        raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed, names = Counter(), Counter(), set()
     noted: dict[str, list[str]] = {"question": [], "answer": [], "box": []}  # rows to report
 
@@ -108,7 +108,7 @@ def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple
     """Convert a row to minivlmrl's layout, check it and count its images; count losses in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
-        raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
+        raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
     new_row = finish(columns)
     return new_row, check_new_row(new_row, folder)
 
@@ -160,7 +160,7 @@ def row_errors(where: str) -> Iterator[None]:
         try:
             yield
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"a value has a form that fits no layout ({type(error).__name__}: {error}); correct the row, or "
                 "convert it with your own function for --format"
             ) from error
@@ -178,7 +178,7 @@ def check_new_row(row: dict, folder: Path) -> int:
 def check_renamed(renamed: dict[str, str], names: set[str]):
     for name in renamed:
         if name not in names:
-            raise ValueError(f"--columns renames {name!r}, but no row has this column{did_you_mean(name, names)}")
+            raise UserError(f"--columns renames {name!r}, but no row has this column{did_you_mean(name, names)}")
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
@@ -199,13 +199,13 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
         with row_errors(where):
             names = fitting(row, names)
         if not names:
-            raise ValueError(
+            raise UserError(
                 f"{where}: no layout has the columns {', '.join(row):.200}; rename them to those of docs/data.md with "
                 f"--columns='{{YOURS: problem}}', or write a function for --format. Layouts: {', '.join(READERS)}"
             )
     if len(names) > 1:
         command = f"minivlmrl convert {shlex.quote(str(path))} --layout="
-        raise ValueError(f"{path}: the layouts {' and '.join(names)} fit; choose one: {command}{names[0]}")
+        raise UserError(f"{path}: the layouts {' and '.join(names)} fit; choose one: {command}{names[0]}")
     return names[0]
 
 
@@ -255,9 +255,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
             for batch in batches(rows()):
                 writer.write_table(pa.Table.from_pylist(batch, schema))
     except (pa.ArrowException, OverflowError) as error:
-        raise ValueError(
-            f"{out}: the rows do not fit into a table ({error}); write a .jsonl file with --out"
-        ) from error
+        raise UserError(f"{out}: the rows do not fit into a table ({error}); write a .jsonl file with --out") from error
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
@@ -274,10 +272,10 @@ def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
         listed = content.get("datasets") if isinstance(content, dict) else None
         sets: list[Plain] = listed if isinstance(listed, list) else [None]
         if not all(isinstance(one, dict) and isinstance(one.get("json_path"), str) for one in sets):
-            raise ValueError("the file must have a list `datasets` of objects with `json_path`, the path of a file")
+            raise UserError("the file must have a list `datasets` of objects with `json_path`, the path of a file")
         for one in sets:
             if unknown := one.keys() - {"json_path", "sampling_strategy"}:
-                raise ValueError(
+                raise UserError(
                     f"the keys {', '.join(sorted(map(str, unknown)))} of a data set are not read; remove them"
                 )
             file = Path(one["json_path"])

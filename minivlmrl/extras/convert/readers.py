@@ -13,7 +13,7 @@ from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
 from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
 from minivlmrl.data.row_files import map_nested
-from minivlmrl.errors import error_context, pluralize, require, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # None if the row has a different layout
@@ -204,7 +204,7 @@ def read_rendered(row: Columns) -> Columns | None:
     for role, content in RENDERED.findall(text):
         turns.append(turn_of(role, VISION.sub(lambda tag: f"<{tag[1]}>", content)))
     if RENDERED.sub("", text).strip() or not turns:
-        raise ValueError(
+        raise UserError(
             f"column {name!r}: {truncate(text, 80)} is not a whole conversation of <|im_start|> and <|im_end|>"
         )
     is_whole = turns[-1]["role"] == "assistant" and name == "text"
@@ -232,7 +232,7 @@ def drop_repeated_prompt(row: Columns):
     asked = [turn for turn in talks[0] if turn["role"] == "user"]
     last = as_turns(prompt, "user")[-1:] if prompt else []
     if prompt and not any(text_of(turn) == text_of(last[0]) for turn in asked):
-        raise ValueError(
+        raise UserError(
             f"the prompt {truncate(text_of(last[0]), 60)} is not a turn of the conversation `chosen`; remove the "
             "prompt, or the turns before the answer in `chosen` and `rejected`"
         )
@@ -268,16 +268,16 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
     for number, turn in enumerate(raw_turns):
         speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise ValueError(
+            raise UserError(
                 f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
         if not turn.keys() & {"value", "content", "tool_calls"}:
-            raise ValueError(
+            raise UserError(
                 f"turn {number} of {name!r} has only the keys {[*turn]}; rename the key with its text to 'content'"
             )
         value = turn.get("value", turn.get("content"))
         if value is None and not turn.get("tool_calls"):
-            raise ValueError(f"turn {number} of {name!r} has no text; add its text, or remove the row")
+            raise UserError(f"turn {number} of {name!r} has no text; add its text, or remove the row")
         value = text_of_value(value)
         if speaker in ("function_call", "tool_call"):  # tool call, in Qwen's format
             with error_context(f"turn {number}: tool call"):
@@ -334,7 +334,7 @@ def add_choices(row: Columns):
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "the list of choices", choices, "a list of at most 26 texts")
     if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
-        raise ValueError(
+        raise UserError(
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = row.get("answer", row.get("solution"))
@@ -377,7 +377,7 @@ def fill_objects(row: Columns):
         values = (objects.get(name) or []) if tag in text else []
         require(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
         if len(values) != text.count(tag):
-            raise ValueError(
+            raise UserError(
                 f"column 'objects' has {pluralize(len(values), 'item')} in {name!r}, but the texts contain {tag} "
                 f"{pluralize(text.count(tag), 'time')}; the two numbers must be equal"
             )
@@ -409,7 +409,7 @@ def number_images(row: Columns):
         return
     numbers = [int(number) for number in OTHER_TAG.findall(texts) if number]
     if numbers != list(range(1, len(numbers) + 1)):
-        raise ValueError(f"the tags of images have the numbers {numbers}, but each image must be shown once, in order")
+        raise UserError(f"the tags of images have the numbers {numbers}, but each image must be shown once, in order")
     replace_texts(row, OTHER_TAG, lambda tag: "<image>")
 
 

@@ -19,7 +19,7 @@ from minivlmrl.data.row_files import (
     read_text,
     split_of,
 )
-from minivlmrl.errors import error_context, optional_dependency, pluralize, require, truncate
+from minivlmrl.errors import UserError, error_context, optional_dependency, pluralize, require, truncate
 from minivlmrl.json_files import parse_json, read_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -39,7 +39,7 @@ def read_rows(path: Path) -> Rows:
     if split and (folder / split / "state.json").is_file():  # a split of save_to_disk
         path, split = folder / split, None
     if split is None and not path.exists():
-        raise ValueError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
+        raise UserError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
     if path.is_dir():
         yield from _read_folder(path)
     elif path.suffix in (".csv", ".tsv"):
@@ -58,7 +58,7 @@ def _read_folder(folder: Path) -> Rows:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         example = f", {folder}/{splits[0]}" if splits else ""
-        raise ValueError(f"{folder} has the splits {', '.join(splits) or 'of no folder'}; convert one of them{example}")
+        raise UserError(f"{folder} has the splits {', '.join(splits) or 'of no folder'}; convert one of them{example}")
     if (folder / "state.json").is_file():
         yield from _read_saved(folder)
         return
@@ -69,7 +69,7 @@ def _read_folder(folder: Path) -> Rows:
         yield from _read_cells(files[0])
     elif not files:
         if not images:
-            raise ValueError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
+            raise UserError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
         for path in images:  # the folder is the class: train/cat/1.png has the solution "cat"
             yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
     else:
@@ -90,7 +90,7 @@ def _read_saved(folder: Path) -> Rows:
                         yield f"{folder}: row {number}", map_nested(row, str, NO_JSON_TYPES)
                         number += 1
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{folder / name}: the file cannot be read ({error}); save the data set again") from error
+            raise UserError(f"{folder / name}: the file cannot be read ({error}); save the data set again") from error
 
 
 def _saved_files(state: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _saved_files(state: Path) -> list[str]:
     listed = files if isinstance(files, list) else [None]
     names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise ValueError(f"{state}: _data_files must list files of this folder, but it is {truncate(files, 80)}")
+        raise UserError(f"{state}: _data_files must list files of this folder, but it is {truncate(files, 80)}")
     return names
 
 
@@ -162,26 +162,26 @@ def _read_cells(path: Path) -> Rows:
                     with error_context(where):
                         yield where, _row_of_cells(names, cells, separator)
         except csv.Error as error:
-            raise ValueError(f"{path}:{start}: the row cannot be read ({error}); close each quote") from error
+            raise UserError(f"{path}:{start}: the row cannot be read ({error}); close each quote") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
+            raise UserError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def _check_names(where: str, names: list[str]):
     if twice := [name for name in names if name and names.count(name) > 1]:
-        raise ValueError(f"{where}: two columns have the name {truncate(twice[0], 60)}; rename one of them")
+        raise UserError(f"{where}: two columns have the name {truncate(twice[0], 60)}; rename one of them")
 
 
 def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
     if len(cells) != len(names):
-        raise ValueError(
+        raise UserError(
             f"the row has {pluralize(len(cells), 'cell')}, but the first line of the file has {len(names)} column "
             "names; put cells that contain a comma, a tab or a line break in double quotes"
         )
     columns = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
     for number, (name, cell) in enumerate(zip(names, cells, strict=True)):
         if _swallows_rows(cell, number, len(names), separator):
-            raise ValueError(f"column {name!r} seems to contain further rows, {truncate(cell, 80)}; close its quote")
+            raise UserError(f"column {name!r} seems to contain further rows, {truncate(cell, 80)}; close its quote")
         if name in JSON_COLUMNS and cell[:1] in ("[", "{"):
             columns[name] = _list_of_cell(name, cell)
         elif name in ("label", "kto_tag", "margin") and BOOL_OR_NUMBER.fullmatch(cell):

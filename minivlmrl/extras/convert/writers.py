@@ -12,7 +12,7 @@ from minivlmrl.data.media import Media
 from minivlmrl.data.messages import LOSS_KEYS, as_turns, content_parts, is_trained, part_kind, shown_parts_of
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
@@ -23,7 +23,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
-        raise ValueError("TRL reads no videos")
+        raise UserError("TRL reads no videos")
     shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, beside rows with images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
@@ -79,7 +79,7 @@ def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
     elif answers.keys() == {"completion"} and not isinstance(others.get("label"), bool):
         new = {"messages": [tagged(turn) for turn in without_loss([*prompt, *answers["completion"]], dropped)]}
     else:
-        raise ValueError("verl needs a solution or a completion, because verl's trainers read no pairs and no labels")
+        raise UserError("verl needs a solution or a completion, because verl's trainers read no pairs and no labels")
     new = others | new
     for kind in ("image", "video"):
         listed = sources(media, kind, folder, Counter())
@@ -113,7 +113,7 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
             if name != "rejected":
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
-                raise ValueError("the chosen and the rejected answer must show the same images in other layouts")
+                raise UserError("the chosen and the rejected answer must show the same images in other layouts")
     untrained = {"loss": False} if answers else {}  # answer in the prompt
     return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
 
@@ -124,7 +124,7 @@ def tagged(turn: dict) -> dict:
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
         if is_text and ("<image>" in part["text"] or "<video>" in part["text"]):
-            raise ValueError(
+            raise UserError(
                 f"the text {truncate(part['text'], 60)} has an <image> or <video> tag that would become an image"
             )
         texts.append(part["text"] if is_text else f"<{part_kind(part)}>")

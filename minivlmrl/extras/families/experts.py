@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.errors import require
+from minivlmrl.errors import UserError, require
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
@@ -177,7 +177,7 @@ class ExpertsFamily(Family):
             if self.transposed and tensor.shape != shape:
                 tensor = tensor.mT
             if tensor.shape != shape:
-                raise ValueError(
+                raise UserError(
                     f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of config.json "
                     f"have {shape}. Check that no expert is missing or transposed. Use the config.json that belongs to "
                     "this folder, or save the model again with save_pretrained."

@@ -22,7 +22,7 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, SpecialToken, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
-from minivlmrl.errors import error_context, pluralize, require
+from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.model.config import Depth, ModelConfig, Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, vision_layout
@@ -184,7 +184,7 @@ class Videos:
         max_area = min(max_area, options.get("max_pixels", max_area) * nframes)
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
-            raise ValueError(
+            raise UserError(
                 f"A video of {pluralize(nframes, 'frame')} cannot be resized to a total area between {min_area} and "
                 f"{max_area} pixels. Use at least {depth} frames and a larger max_pixels."
             )

@@ -27,7 +27,7 @@ from minivlmrl.data.row_files import split_of
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import pluralize, require
+from minivlmrl.errors import UserError, pluralize, require
 from minivlmrl.extras.memory.estimate import (
     GB,
     RESERVE,
@@ -64,7 +64,7 @@ def main(arguments: list[str]):
     config = load_config(recipe, overrides)
     name = options.model or config.model.path
     if name is None:
-        raise ValueError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
+        raise UserError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
     name = base_model(name) if is_adapter_folder(name) else name
     gpu_bytes, card = find_gpu(options.gpu_memory)
     costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
@@ -109,14 +109,14 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     """Return memory in bytes and data sheet for --gpu_memory."""
     if text == "auto":
         if not torch.cuda.is_available():
-            raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
+            raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
         return torch.cuda.mem_get_info()[0], find_card(torch.cuda.get_device_name())
     card = find_card(text)
     if card is not None:
         return card.memory, card
     if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card, not in CARDS
         return float(text) * GB, None
-    raise ValueError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
+    raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:

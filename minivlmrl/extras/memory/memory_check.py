@@ -16,6 +16,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import TOKEN_BYTES, RowSize, image_tokens, patch_counter, row_sizes, text_bytes
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import UserError
 from minivlmrl.extras.memory.estimate import (
     GB,
     MemoryEstimator,
@@ -72,7 +73,7 @@ class MemoryCheck(Callback):
             question = replace(question, rows=rows, held_out=held_out)
             self.plans[stage] = estimate_phases(question)
             if peak_bytes(self.plans[stage]) > available:
-                raise ValueError(refusal(question, available))
+                raise UserError(refusal(question, available))
             self.questions[stage] = question
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -190,7 +191,7 @@ def check_disk(question: MemoryQuestion):
     if sum(sizes.values()) > free:
         texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
         hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
-        raise ValueError(
+        raise UserError(
             f"{question.stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
             f"{config.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
             "check with --check_memory=false."

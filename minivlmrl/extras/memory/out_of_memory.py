@@ -9,7 +9,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import is_out_of_memory, truncate_message
+from minivlmrl.errors import UserError, is_out_of_memory, truncate_message
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import MetricsLog
@@ -17,7 +17,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
 
-class OutOfMemory(ValueError):
+class OutOfMemory(UserError):
     """Memory ran out during a run; the message names the phase."""
 
 

@@ -11,6 +11,7 @@ with the error.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.examined import DEFAULTS, OPTIONS, Examined, Finding
 from minivlmrl.extras.parity.frameworks import as_torch
@@ -80,11 +81,11 @@ def examine(
 ) -> LawReport:
     """Check the laws as in `laws`; return a report that also lists notes and untested laws."""
     if kind not in LAWS:
-        raise ValueError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
+        raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
         if name not in OPTIONS[kind]:
             known = ", ".join(DEFAULTS[kind])
-            raise ValueError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
+            raise UserError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
     loss = Examined(as_torch(my_loss, framework), kind, options, tolerance)
     if kind == "grpo":
         use_its_own_numbers(loss)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.audit import SECONDS, checked, report
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import DEFAULTS
@@ -105,7 +106,7 @@ def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e
     __tracebackhide__ = True
     d = read(folder)
     if d.about["kind"] != "grpo":
-        raise ValueError(f"{folder} is a step of kind {d.about['kind']}, but only steps of kind grpo can be split")
+        raise UserError(f"{folder} is a step of kind {d.about['kind']}, but only steps of kind grpo can be split")
     logps = d["per_token_logps"]
     batch = {"per_token_logps": logps, "mask": d["completion_mask"].double(), "advantages": d["advantages"]}
     batch |= {name: d.get(name, logps) for name in ("old_per_token_logps", "ref_per_token_logps")}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from minivlmrl.errors import error_context
+from minivlmrl.errors import UserError, error_context
 from minivlmrl.extras.parity import model_stages, step_format
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.search import (
@@ -91,7 +91,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
                 continue  # images do not fit the token ids
-            raise ValueError(
+            raise UserError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
                 "Compare the types and shapes of its tensors and fields with docs/library.md."
             ) from bug
@@ -244,7 +244,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
         compared = sum(finding.numbers for finding in findings) and d["completion_mask"].any()
         if all(finding.ok for finding in findings) and not compared:
             why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
-            raise ValueError(
+            raise UserError(
                 f"nothing was compared, because {why}. docs/library.md lists the tensors and fields that a step needs."
             )
     return findings, d

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.loss_forms import takes_batch
-from minivlmrl.errors import truncate
+from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.grpo import LossNormalizer
 
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options unknown to grpo_loss
@@ -74,7 +74,7 @@ def loss_and_gradient(
         error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
         raise
     if not isinstance(loss, Tensor) or loss.dim():
-        raise ValueError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
+        raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
     # + 0 * logps: autograd raises an error for a loss without a gradient
     [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     return loss.detach(), gradient

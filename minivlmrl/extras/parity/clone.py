@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from minivlmrl.errors import pluralize, truncate
+from minivlmrl.errors import UserError, pluralize, truncate
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.compile_alone import Clone, Names
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
@@ -292,7 +292,7 @@ def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[tuple[f
         loss, batch, {"kind": kind, **DEFAULTS[kind], "tokens": int(batch["mask"].sum())}, read
     )
     if not (slope.isfinite().all() and slope.any()):
-        raise ValueError("no gradient reaches the log-probabilities")
+        raise UserError("no gradient reaches the log-probabilities")
     only = {} if "ref_per_token_logps" in read else {"beta": 0.0}
     results = []
     for _, options, batch, value, slope in cases(kind=kind, **only):

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.import_utils import load_name
-from minivlmrl.errors import optional_dependency, user_error_message
+from minivlmrl.errors import UserError, optional_dependency, user_error_message
 from minivlmrl.extras.parity.all_laws import examine
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
 from minivlmrl.extras.parity.clone import audit_clone, summary
@@ -103,7 +103,7 @@ def check_clone(folder: Path, name: str, limit: dict[str, float]) -> int:
         print(audited, flush=True)
         found.append(audited)
     if not found:
-        raise ValueError(
+        raise UserError(
             f"{folder} is not a recorded step, because it does not contain step.json, and none of its Python files has "
             "a function that takes log-probabilities and advantages. docs/numerical_parity.md explains both."
         )

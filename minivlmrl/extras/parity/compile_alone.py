@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+from minivlmrl.errors import UserError
+
 IMPORTED = "torch numpy math functools itertools enum typing dataclasses collections contextlib jax mlx __future__"
 DENIED = "open exec eval compile input breakpoint"  # built-ins hidden from functions
 KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators that change numbers
@@ -34,7 +36,7 @@ class Unknown:
 
     def __call__(self, *values, **named):
         if any(isinstance(getattr(x, "ndim", None), int) for x in (*values, *named.values())):  # tensor or array
-            raise ValueError(f"{self._name} is not in the folder")
+            raise UserError(f"{self._name} is not in the folder")
         return self
 
 

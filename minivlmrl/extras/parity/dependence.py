@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.errors import pluralize
+from minivlmrl.errors import UserError, pluralize
 
 Place = tuple[int, int]  # row and token index
 
@@ -66,7 +66,7 @@ def depends(
         ValueError: the shapes of ids, document and log-probabilities do not fit, or the number of images.
     """
     if ids.dim() != 2 or ids.shape != document.shape:
-        raise ValueError(
+        raise UserError(
             f"ids have the shape {tuple(ids.shape)} and document {tuple(document.shape)}; both must be (B, T)"
         )
     pictures = () if pixel_values is None else (pixel_values, image_grid_thw)
@@ -76,7 +76,7 @@ def depends(
     images = placeholders(is_picture)
     if len(images) != (0 if image_grid_thw is None else len(image_grid_thw)) or (only_images and not images):
         grids = "has no rows" if image_grid_thw is None else f"has {pluralize(len(image_grid_thw), 'row')}"
-        raise ValueError(f"ids have placeholders for {pluralize(len(images), 'image')}, but image_grid_thw {grids}")
+        raise UserError(f"ids have placeholders for {pluralize(len(images), 'image')}, but image_grid_thw {grids}")
     faults = Faults()
     for row, token in forward.not_finite():
         if is_scored(document, row, token):
@@ -104,7 +104,7 @@ class Forward:
         self.usual = self(ids, *pictures)
         B, T = ids.shape
         if self.usual.dim() != 2 or len(self.usual) != B or not 0 < self.usual.shape[1] <= T:
-            raise ValueError(
+            raise UserError(
                 f"logps returned the shape {tuple(self.usual.shape)} for ids of shape {(B, T)}, but it must return "
                 f"(B, K), with K at most {T}"
             )

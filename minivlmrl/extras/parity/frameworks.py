@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from minivlmrl.errors import optional_dependency
+from minivlmrl.errors import UserError, optional_dependency
 from minivlmrl.extras.parity.calling import Arguments, call, converted
 
 INSTALL = "--framework={0} needs the package {0}"
@@ -22,7 +22,7 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
         ValueError: the framework is unknown or not installed.
     """
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework is {framework!r}, but it must be one of {', '.join(FRAMEWORKS)}")
+        raise UserError(f"framework is {framework!r}, but it must be one of {', '.join(FRAMEWORKS)}")
     return FRAMEWORKS[framework](my_loss)
 
 
@@ -91,7 +91,7 @@ def from_mlx(my_loss: Callable) -> Callable:
             function = mx.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
             if isinstance(value, tuple):
-                raise ValueError(f"my_loss returned {len(value)} values, but it must return only the loss")
+                raise UserError(f"my_loss returned {len(value)} values, but it must return only the loss")
             mx.eval(value, gradient)
         return LossWithGradient.apply(logps, value, gradient)
 

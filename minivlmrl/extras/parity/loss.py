@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.all_laws import LawReport, examine
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import OPTIONS
@@ -271,7 +272,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     known = set().union(*recorded)
     for name in sorted(only.keys() - known):
         hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
-        raise ValueError(f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}")
+        raise UserError(f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}")
     chosen = read_cases(**only)
     if not chosen:
         kind = [options for options in recorded if options["kind"] == only["kind"]]
@@ -280,7 +281,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             values = [str(options.get(key)) for options in kind or recorded]
             recorded_values[key] = list(dict.fromkeys(values))
         hint = "; GSPO is importance_sampling_level=sequence" if only.get("loss_type") == "gspo" else ""
-        raise ValueError(
+        raise UserError(
             f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}{hint}"
         )
     for case in chosen:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.errors import error_context, pluralize, require
+from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.extras.parity import units
 from minivlmrl.extras.parity.change import edited
 from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
@@ -195,7 +195,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
     if about.get("kind") not in (*OPTIONS,):
         missing.append(f"the field kind is {about.get('kind')!r}")
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which must be grpo, dpo "
             "or sft. Steps of KTO, distillation and trajectories are not supported."
         )
@@ -205,7 +205,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         shape = tuple(tensors[name].shape)
         by_token = len(shape) == 2 and shape[1] <= width
         if shape[0] != n or (name in BY_TOKEN and not by_token):
-            raise ValueError(
+            raise UserError(
                 f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
                 f"have {pluralize(n, 'row')}, and at most {pluralize(width, 'column')} if it has one value for each "
                 "token."
@@ -227,7 +227,7 @@ def read(folder: str | Path) -> Dump:
     """Read a recorded step; raises ValueError if a file, a required tensor or a required field is missing or wrong."""
     folder = Path(folder)
     if not (folder / "step.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{folder} is not a recorded step, because it does not contain step.json. "
             "docs/numerical_parity.md explains how to record a step."
         )
@@ -238,7 +238,7 @@ def read(folder: str | Path) -> Dump:
         about |= {name: str(folder / about[name]) for name in MODELS if about.get(name)}
         return d
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
-        raise ValueError(f"{folder} is not a valid step: {error}") from error
+        raise UserError(f"{folder} is not a valid step: {error}") from error
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

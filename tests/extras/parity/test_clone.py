@@ -108,7 +108,7 @@ RESULTS = {
     "dpo": "agrees: TRL's loss_type=sigmoid",
     "no_gradient": "not bound: ",
     "reads_a_file": "not bound: ",
-    "without_helper": "not bound: ValueError: 'not_in_the_folder is not in the folder'",
+    "without_helper": "not bound: UserError: 'not_in_the_folder is not in the folder'",
 }
 
 
