@@ -95,6 +95,8 @@ class ReferenceLogps(Callback):
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         if not isinstance(trainer, DPOTrainer) or not trainer.options.precompute_ref_log_probs:
             return
+        if trainer.options.reference_free:
+            return
         if state.step:
             if not self.file.is_file():
                 raise UserError(f"{self.file} is missing; restore it, or start again with --resume=never")

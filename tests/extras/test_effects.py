@@ -54,7 +54,8 @@ CASES = [
       for name, value in {"mixup_alpha": 0.3, "sync_steps": 8}.items()),
     ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}], [{}]),
     ("dpo.label_smoothing", 0.1, [{"dpo.loss_type": ["hinge", "sft"]}], [{}, {"dpo.loss_type": ["hinge", "robust"]}]),
-    ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
+    *((f"dpo.{name}", value, [{"dpo.loss_type": ["sft"]}], [{}, {"dpo.loss_type": ["sft", "sigmoid"]}])
+      for name, value in {"beta": 0.5, "ld_alpha": 0.5, "f_divergence_type": "js_divergence"}.items()),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
     *((f"sampling.{name}", value, [GREEDY, SFT], [{}]) for name, value in {

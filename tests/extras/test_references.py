@@ -119,6 +119,13 @@ def test_stored_log_probabilities_train_as_a_live_reference(train):
     assert not any("reference" in name for name in load_file(next(stored.glob("states/*/*.safetensors"))))
 
 
+def test_no_log_probabilities_are_stored_without_a_reference(train):
+    folder = train("free", *DPO, "--dpo.reference_free=true")
+    stored = train("stored", *DPO, "--dpo.reference_free=true", SUMS)
+    assert not (stored / "reference_logps.safetensors").exists()
+    assert_equal_weights(folder, stored)
+
+
 def test_stored_log_probabilities_are_kept_by_a_resume_and_refused_if_a_row_changed(train, own, rows, home):
     options = [*DPO, *own, SUMS]
     whole = train("whole", *options)

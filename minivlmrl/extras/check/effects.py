@@ -71,7 +71,7 @@ RULES: list[Rule] = [
     ("dpo.precompute_ref_log_probs", "there is no reference with reference_free", lambda r: r.dpo.reference_free),
     ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
      lambda r: not {*r.dpo.loss_type} & {*SMOOTHED}),
-    ("dpo.f_divergence_type", "the loss sft is the same for every divergence",
+    ("dpo.beta dpo.ld_alpha dpo.f_divergence_type", "the loss sft is the same for every value",
      lambda r: r.dpo.loss_type == ["sft"]),
     ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
      lambda r: r.dpo.f_divergence_type != "alpha_divergence"),
