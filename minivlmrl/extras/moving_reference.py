@@ -7,8 +7,6 @@ Every ref_model_sync_steps optimizer steps, reference weights become
 with alpha = ref_model_mixup_alpha. At alpha 1 the policy replaces the reference: the outer loop of DeepSeekMath.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -42,8 +40,9 @@ class MovingReference(Callback):
     def after_step(self, trainer: Trainer, number: int):
         is_due = (number + 1) % self.config.ref_model_sync_steps == 0
         if trainer.reference is not None and is_due:
-            for theirs, ours in weight_pairs(trainer.reference):
-                theirs.lerp_(ours.to(theirs.dtype), self.config.ref_model_mixup_alpha)
+            for theirs, ours in zip(*parameters_of(trainer.reference), strict=True):
+                if theirs is not ours:  # frozen weights are shared
+                    theirs.lerp_(ours.to(theirs.dtype), self.config.ref_model_mixup_alpha)
 
 
 def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
@@ -51,10 +50,3 @@ def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
     model = reference.model
     policy = model.originals() if isinstance(model, SwappedParameters) else reference.policy.parameters()
     return [*model.parameters()], [*policy]
-
-
-def weight_pairs(reference: Reference) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (reference weight, policy weight) for weights that are copies."""
-    for theirs, ours in zip(*parameters_of(reference), strict=True):
-        if theirs is not ours:  # frozen weights are shared
-            yield theirs, ours

@@ -328,9 +328,6 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     assert load_config("recipes/shapes.yaml").output_dir == "runs/shapes"  # as every page writes it
     with pytest.raises(ValueError, match=rf"in {tmp_path}/recipes and {ours}; did you mean digits\.yaml\?"):
         load_config("recipes/digit.yaml")
-    (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(ValueError, match=r"must be a recipe; write own_data\.yaml --data\.train_file=rows\.jsonl"):
-        load_config("rows.jsonl")
     message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}; "
     with pytest.raises(ValueError, match=message):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
@@ -373,8 +370,6 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
 
 
 @pytest.mark.parametrize(("override", "cure"), [
-    ("--rewards=accuracy", r'write "--rewards=\{accuracy: 1\.0\}"$'),
-    ("--rewards=[iou, format]", r'write "--rewards=\{iou: 1\.0, format: 1\.0\}"$'),
     ("--grpo.loss_type=gspo", r"--grpo\.importance_sampling_level \(`importance_sampling_level: sequence`\)$"),
     ("--grpo.advantages=gae", r"the name in minivlmrl is --stages \(`\[ppo\]`\)$"),
     ("--grpo.kl_estimator=low_var_kl", r"--grpo\.kl_estimator \(`k3`\)$"),

@@ -312,7 +312,7 @@ def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch
         assert len(list(long_rows(datasets["sft"], processor, 5, answers=("completion",)))) == 5
         assert len(heaviest_rows(datasets["sft"], processor, ("completion",))) == 5
         assert len(list(long_rows(datasets["grpo"], processor, 5))) == 5
-    check_truths(config, {"sft": "demonstrations", "grpo": "prompts"}, datasets)
+    check_truths(config, datasets)
     assert not list(describe_boxes({"sft": SFTTrainer}, datasets, processor))
     assert len(parsed) == 10
 

@@ -61,14 +61,14 @@ def test_built_in_rewards_are_tried_on_a_row():
     picture = PIL.Image.new("RGB", (8, 8))
     shown = [user([IMAGE_PART])]
     box, wrong = (Row(shown, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
-    try_rewards(config, {"grpo": "prompts"}, {"grpo": [box], "eval": [box]}, PROCESSOR)
-    try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]}, PROCESSOR)  # held-out pairs need no solution
+    try_rewards(config, {"grpo": [box], "eval": [box]}, PROCESSOR)
+    try_rewards(config, {"dpo": [text], "eval": [text]}, PROCESSOR)  # held-out pairs need no solution
     with pytest.raises(ValueError, match=r"reward iou, .*solution 'a' is not a box"):
-        try_rewards(config, {"grpo": "prompts"}, {"grpo": [wrong]}, PROCESSOR)
+        try_rewards(config, {"grpo": [wrong]}, PROCESSOR)
     row = Row(text.messages, [], {"problem": "?"}, where="rows.jsonl:1")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: reward accuracy, .* argument: 'solution'"):
-        try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]}, PROCESSOR)
-    try_rewards(RunConfig(), {}, {"eval": [row]}, PROCESSOR)  # only rewards of training need their columns
+        try_rewards(RunConfig(), {"grpo": [row]}, PROCESSOR)
+    try_rewards(RunConfig(), {"eval": [row]}, PROCESSOR)  # only rewards of training need their columns
 
 
 def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(
     rows = [{"problem": "a", "image": "red.png", "solution": x} for x in (good, good, bad)]
     config = RunConfig(rewards={reward: 1.0})
     datasets = {name: FileDataset(write_rows(*rows))}
-    check = partial(check_truths, config, {"grpo": "prompts", "sft": "demonstrations"}, datasets)
+    check = partial(check_truths, config, datasets)
     if expected is None or name == "sft":  # SFT reads no solution
         check()
         return
@@ -131,10 +131,10 @@ def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(
 
 def test_a_solution_is_compared_only_by_the_rewards_of_its_file(write_rows):
     file = write_rows({"problem": "a", "solution": ["x"]})
-    check_truths(RunConfig(), {"grpo": "prompts"}, {"grpo": FileDataset(file, constants={"row_rewards": ["format"]})})
+    check_truths(RunConfig(), {"grpo": FileDataset(file, constants={"row_rewards": ["format"]})})
     compared = FileDataset(file, constants={"row_rewards": ["accuracy"]})
     with pytest.raises(ValueError, match=NO_TEXT):
-        check_truths(RunConfig(), {"grpo": "prompts"}, {"grpo": compared})
+        check_truths(RunConfig(), {"grpo": compared})
 
 
 def test_long_prompts_are_skipped_and_reported(write_rows, capsys):

@@ -117,12 +117,12 @@ def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeyp
     assert len(FileDataset(new, ("problem", "solution"), **options)) == 1
 
 
-@pytest.mark.parametrize("arguments", [["--rewards=accuracy"], ["--rewards=[iou, format]"]])
-def test_the_option_that_replaces_a_wrong_one_is_accepted(arguments):
+@pytest.mark.parametrize(("rewards", "names"), [("accuracy", ["accuracy"]), ("[iou, format]", ["iou", "format"])])
+def test_the_option_that_replaces_a_wrong_one_is_accepted(rewards, names):
     with pytest.raises(ValueError) as refused:
-        load_config("shapes.yaml", arguments)
+        load_config("shapes.yaml", [f"--rewards={rewards}"])
     [cure] = re.findall('write "(.*)"$', str(refused.value))
-    assert all(weight == 1 for weight in load_config("shapes.yaml", [cure]).rewards.values())
+    assert load_config("shapes.yaml", [cure]).rewards == dict.fromkeys(names, 1.0)
 
 
 def test_a_file_of_rows_in_the_place_of_a_recipe(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards, reward_columns
-from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
+from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, Reward, held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
@@ -49,7 +49,6 @@ class Preflight(Callback):
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)), "measure the rows")
-        needs = {stage: find_trainer(stage, config).needs for stage in config.stage_names}
         with fresh_import():
             try:
                 for find in (training_rewards, held_out_rewards):
@@ -60,8 +59,8 @@ class Preflight(Callback):
                         f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
                     )
             else:
-                try_rewards(config, needs, datasets, processor)
-        world.run_on_rank_zero(partial(check_truths, config, needs, datasets), "check the solutions")
+                try_rewards(config, datasets, processor)
+        world.run_on_rank_zero(partial(check_truths, config, datasets), "check the solutions")
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
@@ -113,23 +112,20 @@ def loaded_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if getattr(module, "__file__", None) in files}
 
 
-def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset], processor: Processor):
-    """Call each reward function with a made-up completion, to find errors in the function before training.
-
-    Args:
-        needs: {stage: kind of rows that it needs, a key in run.datasets.NEEDS}.
-        datasets: {stage, or "eval" for held-out rows: dataset, whose first row is used}.
-    """
-    ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
+def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
+    """Yield (stage, or "eval" for held-out rows, dataset, rewards) for rows whose completions are scored."""
     for stage, rows in datasets.items():
         if stage == "eval":
-            rewards = held_out_rewards(config)
-            no_columns = dict.fromkeys(required_columns(rewards))
-        elif needs[stage] == "prompts":
-            rewards = training_rewards(config)
-            no_columns = {}
-        else:
-            continue
+            yield stage, rows, held_out_rewards(config)
+        elif find_trainer(stage, config).samples_completions:
+            yield stage, rows, training_rewards(config)
+
+
+def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
+    """Call each reward function with a made-up completion and a first row, to find errors in it before training."""
+    ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
+    for stage, rows, rewards in scored_rows(config, datasets):
+        no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
         skips = stage != "eval" and config.data.skip_unreadable
         row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
         row.columns = no_columns | row.columns
@@ -137,13 +133,11 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
 
 
-def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
+def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
     """Raise ValueError if no answer can equal the solution of a row, for example if its box is outside the image."""
-    for stage, rows in datasets.items():
-        sampled = stage == "eval" or needs[stage] == "prompts"
-        rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
+    for _, rows, rewards in scored_rows(config, datasets):
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
-        if not (sampled and rewards and isinstance(rows, FileDataset)):
+        if not (rewards and isinstance(rows, FileDataset)):
             continue
         for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:
             names = facts.file.constants.get("row_rewards")
@@ -209,11 +203,9 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
 
 def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield a warning if rewards compare boxes in rows with several images."""
-    for stage, rows in datasets.items():
-        rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
+    for stage, rows, rewards in scored_rows(config, datasets):
         names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
-        is_scored = stage == "eval" or find_trainer(stage, config).samples_completions
-        if not (is_scored and names and isinstance(rows, FileDataset)):
+        if not (names and isinstance(rows, FileDataset)):
             continue
         several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
         if several:
@@ -226,10 +218,8 @@ def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> 
 
 def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield a warning if rows have an empty solution, which the reward `accuracy` leaves out."""
-    for stage, rows in datasets.items():
-        rewards = config.eval_rewards if stage == "eval" else config.rewards
-        is_scored = stage == "eval" or find_trainer(stage, config).samples_completions
-        if not (is_scored and "accuracy" in rewards and isinstance(rows, FileDataset)):
+    for stage, rows, rewards in scored_rows(config, datasets):
+        if not (any(reward.name == "accuracy" for reward in rewards) and isinstance(rows, FileDataset)):
             continue
         empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
         if empty:

@@ -119,13 +119,13 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
     options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
-    try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
+    try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
     config.sampling.environment = f"{tmp_path}/own.py:Refusing"
     try_rewards(
-        config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]}, tiny.processor()
+        config, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]}, tiny.processor()
     )
     with pytest.raises(KeyError, match=r"^'answer'\nin the first row: sampling.environment .*own\.py:Refusing$"):
-        try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
+        try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
 
 
 def test_options_are_arguments_of_the_class(own):
