@@ -121,9 +121,7 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
     try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
     config.sampling.environment = f"{tmp_path}/own.py:Refusing"
-    try_rewards(
-        config, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]}, tiny.processor()
-    )
+    try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]}, tiny.processor())
     with pytest.raises(KeyError, match=r"^'answer'\nin the first row: sampling.environment .*own\.py:Refusing$"):
         try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
 
