@@ -1,18 +1,16 @@
-"""The GRPO loss as a pure function that takes log-probabilities.
+"""GRPO loss as a pure function of log-probabilities.
 
-grpo.py imports only torch, so you can copy the file into your own project.
+grpo.py imports only torch, so you can copy it into your own project.
 
-B is the number of completions, and T is the longest completion's length; shorter completions are padded on the right.
-The loss is computed in four steps. For three of the steps, the value of an option selects a function from a table:
+B completions, padded on the right to T tokens. Four steps, three with a table of functions to choose from:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by the number of tokens or completions in the
-whole optimizer step, so the gradients of the micro-batches add up to the step's gradient. The file grpo_variants.py
-adds RLOO, CISPO, SAPO and other losses.
+GRPO, DAPO and Dr. GRPO differ only in the average. Averages divide by the tokens or completions in the whole optimizer
+step, so micro-batch gradients add up to the step's gradient. grpo_variants.py adds RLOO, CISPO, SAPO and others.
 """
 
 from collections.abc import Callable, Collection
@@ -22,18 +20,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# names in AVERAGES; grpo_variants.py adds those after dr_grpo
+# keys in AVERAGES; grpo_variants.py adds those after dr_grpo
 LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 
 
 @dataclass
 class LossNormalizer:
-    """Numbers of completions and tokens in a whole optimizer step; losses are divided by one of them."""
+    """Completions and tokens in a whole optimizer step; losses are divided by one of them."""
 
-    sequences: float  # completion count in the optimizer step
-    # number of tokens with mask 1 in the optimizer step, which TRL calls num_items_in_batch
+    sequences: float  # completions
+    # tokens with mask 1, TRL's num_items_in_batch
     tokens: float | Tensor
-    max_completion_length: int | None = None  # constant divisor in Dr. GRPO
+    max_completion_length: int | None = None  # divisor in Dr. GRPO
 
 
 def grpo_loss(
@@ -56,34 +54,32 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss for a batch of completions.
 
-    Example: one completion of 2 tokens with ratio 1 and advantage 0.5, and beta 0:
+    Example: one completion with 2 tokens, ratio 1, advantage 0.5, beta 0:
         grpo, dapo    -(0.5 + 0.5) / 2 = -0.5
         dr_grpo       -(0.5 + 0.5) / 4 = -0.25       with max_completion_length 4
 
     Args:
-        per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
-        advantages: (B,), one advantage for each completion, or (B, T), one for each token.
-        mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
-        loss_type: selects the term and the average; see TERMS and AVERAGES.
-        importance_sampling_level: selects the ratio (see RATIOS); "sequence" is GSPO.
-        epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
+        per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
+        advantages: (B,) or per token (B, T).
+        mask: (B, T), 1 for tokens to train on. A row of zeros still counts as a sequence.
+        loss_type: selects term and average; see TERMS and AVERAGES.
+        importance_sampling_level: selects the ratio; see RATIOS. "sequence" is GSPO.
+        epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
-        kl_estimator: estimator of the KL, see kl_term.
+        kl_estimator: see kl_term.
         use_bias_correction_kl: if True, multiply the KL by the ratio; see correct_kl.
-        old_per_token_logps: (B, T), log-probabilities under the policy that sampled the completions. None means that
-            the trained policy itself sampled them, so the ratio is 1.
-        ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta is not 0.
-        token_weights: (B, T) or (B, 1), factors that multiply the policy term (but not the KL), for example a mask of
-            high-entropy tokens, or importance ratios that correct for the sampler. None means 1.
-        normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
-        term_options: options of the term for loss_type, such as delta.
+        old_per_token_logps: (B, T) log-probabilities at sampling time. None: sampled by the policy itself, ratio 1.
+        ref_per_token_logps: (B, T) reference log-probabilities, required if beta is not 0.
+        token_weights: (B, T) or (B, 1) factors for the policy term, not the KL: a mask for high-entropy tokens, or
+            importance ratios that correct for the sampler. None is 1.
+        normalizer: totals for the whole optimizer step. None: this batch is the whole step.
+        term_options: options for the term in TERMS, such as delta.
     Returns:
-        The loss, which is a scalar, and a dictionary of metrics without gradient: `kl` in nats per token, and the
-        term's metrics, such as clip_ratio/low_mean.
+        Scalar loss, and metrics without gradient: `kl` in nats per token, and the term's, such as clip_ratio/low_mean.
     Raises:
-        ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
+        ValueError: unknown or impossible option, or missing tensor.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
-        GRPOTrainer._compute_loss in TRL 1.16 in value and gradient. The defaults are also TRL's.
+        GRPOTrainer._compute_loss in TRL 1.16 in value, gradient and defaults.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
@@ -98,13 +94,13 @@ def grpo_loss(
         )
     normalizer = normalizer or batch_normalizer(mask)
     if advantages.dim() == 1:
-        advantages = advantages[:, None]  # (B, 1), because all tokens of a row have the same one
+        advantages = advantages[:, None]  # (B, 1)
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
-    log_ratio = per_token_logps - old_per_token_logps  # (B, T): each token's log-ratio
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
-    if beta:  # before the term, so that autograd adds gradients in the same order as in TRL
+    if beta:  # KL before the term: autograd then adds gradients in TRL's order
         kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
         if use_bias_correction_kl:
             kl = correct_kl(kl, ratio, kl_estimator)
@@ -120,34 +116,34 @@ def grpo_loss(
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Compute the ratio pi / pi_old for each token, (B, T), or for each completion, (B, 1).
+    """Compute pi / pi_old per token (B, T) or per completion (B, 1).
 
     Args:
-        log_ratio: (B, T), each token's log pi - log pi_old, in nats.
-        level: key in RATIOS, for example "token" or "sequence".
+        log_ratio: (B, T), log pi - log pi_old, in nats.
+        level: key in RATIOS, such as "token" or "sequence".
     """
     check_known("importance_sampling_level", level, RATIOS)
     return RATIOS[level](log_ratio, mask)
 
 
-# functions (log_ratio, mask) that return the ratio pi / pi_old, (B, T) or (B, 1)
+# (log_ratio, mask) -> pi / pi_old, (B, T) or (B, 1)
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # geometric mean of a completion's n token ratios, (r_1 r_2 ... r_n)^(1/n); GSPO eq. 7
+    # geometric mean over a completion, (r_1 r_2 ... r_n)^(1/n); GSPO eq. 7
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
 
 @dataclass
 class TermInputs:
-    """Tensors and clipping bounds from which each token's policy loss is computed."""
+    """Inputs for the functions in TERMS."""
 
     logps: Tensor  # (B, T) log-probabilities in nats, with gradient
-    log_ratio: Tensor  # (B, T) each token's log pi - log pi_old, for any importance_sampling_level
-    ratio: Tensor  # ratio pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
-    advantages: Tensor  # (B, 1), one advantage for each completion, or (B, T), one for each token
-    mask: Tensor  # (B, T), 1 for tokens that are trained on
+    log_ratio: Tensor  # (B, T) log pi - log pi_old per token, at any importance_sampling_level
+    ratio: Tensor  # pi / pi_old, (B, T) or (B, 1), by importance_sampling_level
+    advantages: Tensor  # (B, 1), or (B, T) per token
+    mask: Tensor  # (B, T), 1 for tokens to train on
     epsilon_low: float
     epsilon_high: float
 
@@ -156,8 +152,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound on the unclipped ratio, which must be greater than 1 + epsilon_high (INTELLECT-2, arXiv
-            2505.07291). None disables the bound.
+        delta: upper bound for the unclipped ratio, above 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291), or None.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - inputs.epsilon_low
@@ -173,8 +168,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# Functions that compute each token's policy loss, (B, T), and a dictionary of metrics. Their options, such as delta,
-# are keyword arguments of grpo_loss.
+# inputs -> token losses (B, T), metrics. Options of a term, such as delta, are keyword arguments of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -183,21 +177,19 @@ TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 
 
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
-    """Estimate KL(pi || pi_ref) at each position from the sampled token: (B, T), in nats.
+    """Estimate KL(pi || pi_ref) per token from the sampled token: (B, T), in nats.
 
         estimator                             value                    expected gradient without bias correction
         k1   log pi - log pi_ref              unbiased                 0
         k2   (log pi - log pi_ref)^2 / 2      biased                   that of KL(pi || pi_ref)
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
-        k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
+        k1+, k2+, k3+                         same as without +        that of KL(pi || pi_ref)
 
-    With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref).
+    With use_bias_correction_kl=True, the default, all have the gradient of KL(pi || pi_ref). The recipe option
+    grpo.kl_estimator has only k1, k2 and k3.
 
-    Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
-    k3+.
-
-    Source: k1, k2 and k3 in Schulman, "Approximating KL divergence" (2020); their gradients in arXiv 2506.09477; k1+,
-        k2+ and k3+ in verl.
+    Source: k1, k2 and k3 in Schulman, "Approximating KL divergence" (2020); gradients in arXiv 2506.09477; k1+, k2+ and
+        k3+ in verl.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -209,33 +201,33 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     return kl
 
 
-# KL estimators as functions of the log-ratio d = log pi_ref - log pi
+# KL estimators, functions of d = log pi_ref - log pi
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    # expm1(d) is accurate for small d, for which d.exp() - 1 would be rounded to 0
+    # expm1: d.exp() - 1 would round small d to 0
     "k3": lambda d: d.expm1() - d,
 }
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Multiply a KL estimate by the ratio pi / pi_old. The expected gradient is then that of KL(pi || pi_ref).
+    """Multiply a KL estimate by pi / pi_old, so that its expected gradient is that of KL(pi || pi_ref).
 
-    The ratio pi / pi_old also corrects the KL estimate if an older policy sampled the tokens.
+    The ratio also corrects for tokens sampled by an older policy.
     """
-    # k2 and the estimators with a plus already have the gradient of KL(pi || pi_ref), so the ratio adds no gradient.
+    # already the gradient of KL(pi || pi_ref), so the ratio is detached
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
 
-# Functions that average token losses (B, T) to a scalar. A token loss is 0 where the mask is 0.
+# token losses (B, T), 0 where the mask is 0 -> scalar
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
-    # mean over each completion's tokens, then over the optimizer step's completions
+    # mean over tokens per completion, then over completions in the step
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
-    # mean over all tokens in the optimizer step, which gives all tokens the same weight
+    # mean over all tokens in the step: equal token weights
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # Dr. GRPO divides by a constant instead of by completion lengths, so the loss has no length bias.
+    # constant divisor instead of completion lengths: no length bias
     "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),
 }
 
@@ -247,26 +239,26 @@ def max_length(normalizer: LossNormalizer) -> int:
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Return the LossNormalizer of an optimizer step that consists of one batch."""
+    """Return the LossNormalizer for a step with only this batch."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Average each row over the tokens whose mask is 1: (B, T) -> (B, 1)."""
+    """Average rows over tokens with mask 1: (B, T) -> (B, 1)."""
     return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
-    """Average a metric over the tokens whose mask is 1, or over the completions if its shape is (B, 1)."""
+    """Average a metric over tokens with mask 1, or over completions if its shape is (B, 1)."""
     if x.dtype == torch.bool:
-        x = x.double()  # float64, so that the fractions from several micro-batches add up exactly
+        x = x.double()  # float64: parts from micro-batches must add up exactly
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
-    """Raise ValueError if epsilon_low, epsilon_high or beta is out of range."""
+    """Raise ValueError if a value is out of range."""
     if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
@@ -276,6 +268,6 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
 
 
 def check_known(option: str, name: str, known_names: Collection[str]):
-    """Raise ValueError if an option's value is not one of the known names."""
+    """Raise ValueError for an unknown option value."""
     if name not in known_names:
         raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(known_names)}")

@@ -1,7 +1,6 @@
-"""Variants of the GRPO loss (GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO).
+"""Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds the variants to the losses of grpo.py. If you copy grpo_variants.py into your own
-project, copy grpo.py too.
+Importing grpo_variants.py adds them to the tables in grpo.py. To copy one file into your project, copy both.
 """
 
 import math
@@ -17,26 +16,25 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # GSPO-token (arXiv 2507.18071 eq. 14): the value of GSPO's ratio, with a gradient through each token's own
-    # log-probability
+    # GSPO-token (arXiv 2507.18071 eq. 14): GSPO's ratio in value, but with gradients per token
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # RLOO (arXiv 2402.14740) has one ratio for a whole completion, the product of the token ratios.
+    # RLOO (arXiv 2402.14740): product over a completion
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 
 
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
-    """Compute PPO's clipped loss with the ratio of the whole completion."""
+    """Compute PPO's clipped loss with one ratio per completion."""
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
     return clipped(inputs, delta=delta)
 
 
 def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
-    """Compute CISPO's token loss: -min(r, epsilon_high) A log pi, in which the clipped ratio is detached.
+    """Compute CISPO's token loss: -min(r, epsilon_high) A log pi, with the clipped ratio detached.
 
-    Unlike PPO's clipping, CISPO keeps every token's gradient.
+    Unlike PPO's clipping, all tokens keep their gradient.
 
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
@@ -49,9 +47,9 @@ def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
 def sapo_term(
     inputs: TermInputs, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05
 ) -> tuple[Tensor, dict]:
-    """Compute SAPO's token loss: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
+    """Compute SAPO's token loss: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate instead of clipping.
 
-    The temperature tau is sapo_temperature_pos for positive advantages A, and sapo_temperature_neg for others.
+    tau is sapo_temperature_pos for A > 0, otherwise sapo_temperature_neg.
 
     Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
@@ -69,14 +67,13 @@ def vespo_term(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, dict]:
-    """Compute VESPO's token loss: -phi(W) A log pi, where phi(W) = W^k exp(lambda (1 - W)) is detached.
+    """Compute VESPO's token loss: -phi(W) A log pi, with phi(W) = W^k exp(lambda (1 - W)) detached.
 
-    The importance weight W is the product of a completion's token ratios. VESPO's constants k and lambda each have one
-    value for negative advantages and one for all others.
+    W is the product of token ratios over a completion; k and lambda differ between negative and other advantages.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
-            multiplied by this ratio, whereas the other losses multiply the term by it.
+        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability, a factor of W. In other
+            losses it multiplies the term.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -88,7 +85,7 @@ def vespo_term(
 
 
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
-    """Compute the log of each completion's importance weight, (B, 1), as a sum over its tokens."""
+    """Compute log W per completion, a sum over tokens: (B, 1)."""
     lowest = math.log(1e-8)
     highest = 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
@@ -106,10 +103,9 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # As in TRL, BNPO averages over each micro-batch's tokens, so the gradient depends on the size of micro-batches.
+    # as in TRL: mean over tokens in a micro-batch, so the gradient depends on micro-batch sizes
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
-    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, then mean over completions, so that a long completion
-    # has more weight than a short one
+    # LUSPO (arXiv 2602.05261): sum over tokens, then mean over completions; long completions weigh more
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
@@ -124,14 +120,13 @@ AVERAGES |= {
 def kept_tokens(
     entropies: Tensor | None, mask: Tensor, quantile: float, threshold: float | Tensor | None = None
 ) -> Tensor:
-    """Compute a mask (B, T) that keeps only the tokens with the highest entropies.
+    """Return a mask for the tokens with the highest entropies: (B, T).
 
     Args:
-        entropies: (B, T), in nats; required if quantile is less than 1.
-        mask: (B, T), 1 for tokens that are trained on.
-        quantile: fraction of the tokens to keep; 1 keeps all tokens.
-        threshold: lowest entropy of a token to keep. None computes it from this batch so that the fraction `quantile`
-            of the tokens is kept.
+        entropies: (B, T), in nats; required if quantile < 1.
+        mask: (B, T), 1 for tokens to train on.
+        quantile: share of tokens to keep; 1 keeps all.
+        threshold: lowest entropy to keep, by default computed from this batch and `quantile`.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile.
     """
     if quantile == 1:
@@ -144,10 +139,10 @@ def kept_tokens(
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
-    """Compute the entropy threshold that keeps a fraction of the tokens: 0.2 keeps the top 20 %.
+    """Compute the entropy above which a share of the tokens lies: 0.2 is the top 20 %.
 
     Args:
-        entropies: (n,), n token entropies. If n is 0, the result is infinity.
+        entropies: (n,); infinity is returned if n is 0.
     """
     entropies = entropies.detach().float()
     if not len(entropies):
@@ -158,15 +153,15 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the entropy bonus: the mean of token entropies under a mask.
+    """Compute the entropy bonus: mean entropy over `kept` tokens.
 
-    Trainers subtract grpo.entropy_coef times the entropy bonus from the loss, so that training increases the entropy.
+    Trainers subtract grpo.entropy_coef times the bonus from the loss, which raises the entropy.
 
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: number of kept tokens in the whole optimizer step. If None, it is estimated as in TRL: this batch's
-            number, divided by this batch's share of the step's completions.
+        num_tokens: kept tokens in the optimizer step. By default estimated as in TRL: tokens in this batch, divided by
+            its share of the step's completions.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -176,19 +171,19 @@ def mean_entropy(
 def off_policy_mask(
     per_token_logps: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Mask out completions with a negative advantage that have become much less likely since they were sampled.
+    """Mask completions with negative advantage that have become much less likely since sampling.
 
     Args:
-        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.
-        threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per token.
+        sampling_per_token_logps: (B, T) log-probabilities from the sampler, NaN where it has none.
+        threshold: maximum mean of log pi_sampler - log pi over a completion, in nats per token.
     Returns:
-        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True for tokens that the loss keeps.
+        (B, 1) bool, or (B, T) for advantages per token; True for tokens to keep.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
     """
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     drift = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(0.0)
-    is_near = row_mean(drift, mask) <= threshold  # (B, 1): one value for each completion
+    is_near = row_mean(drift, mask) <= threshold  # (B, 1)
     return (advantages >= 0) | is_near
 
 
@@ -200,26 +195,23 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute the ratio pi_trainer / pi_sampler. With a sampler such as vLLM, the loss is multiplied by this ratio.
+    """Compute pi_trainer / pi_sampler, a factor for the loss with samplers such as vLLM.
 
     Args:
-        old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.
-        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded. Where they are NaN, the ratio is
-            1.
-        mode: "token_..." computes one ratio for each token, and "sequence_..." multiplies the ratios for all tokens in
-            a completion. "..._truncate" clips the ratios to the range from clip_min to clip_max, and "..._mask" sets
-            ratios outside of this range to 0.
-        clip_max: upper bound on the ratio; None disables the bound.
-        clip_min: lower bound on the ratio; None disables the bound.
+        old_per_token_logps: (B, T) log-probabilities from the trainer, in nats.
+        sampling_per_token_logps: (B, T) log-probabilities from the sampler; NaN gives ratio 1.
+        mode: "token_..." for ratios per token, "sequence_..." for their product over a completion. "..._truncate" clips
+            ratios to [clip_min, clip_max]; "..._mask" sets ratios outside to 0.
+        clip_max, clip_min: bounds on the ratio, None = no bound.
     Returns:
-        (B, T) ratios, or (B, 1) if mode is "sequence_...".
+        (B, T), or (B, 1) for "sequence_...".
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
         vllm_importance_sampling_mode.
     """
     check_known("mode", mode, CORRECTION_MODES)
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
     if mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1): one ratio for each completion
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
     ratio = log_ratio.exp()
     low = clip_min or 0.0
     high = math.inf if clip_max is None else clip_max

@@ -1,4 +1,4 @@
-"""PPO: per-token rewards, advantages from a critic (GAE), and the loss. Imports only torch."""
+"""PPO: token rewards, advantages from a critic (GAE), and loss. Imports only torch."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from torch import Tensor
 def token_rewards(
     scores: Tensor, logps: Tensor, ref_logps: Tensor, mask: Tensor, kl_coef: float = 0.05, kl_estimator: str = "k1"
 ) -> Tensor:
-    """Compute PPO's reward for each token: a KL penalty, plus the score at the last token.
+    """Compute PPO's token rewards: a KL penalty, plus the score at the last token.
 
-    The KL penalty is -kl_coef times the estimated KL between policy and reference at each token.
+    The penalty is -kl_coef times the estimated KL between policy and reference.
 
     Args:
-        scores: (B,), rewards for whole completions.
-        logps, ref_logps: (B, T), log-probabilities under policy and reference, in nats.
+        scores: (B,) rewards for whole completions.
+        logps, ref_logps: (B, T) policy and reference log-probabilities, in nats.
         mask: (B, T), 1 for completion tokens.
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
     Returns:
@@ -36,9 +36,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and the returns 1, 1.
 
     Args:
-        rewards, values: (B, T), 0 after a row's end. values[:, t] is the critic's prediction before token t is sampled.
+            rewards, values: (B, T), 0 after a row's end; values[:, t] is predicted before token t is sampled.
     Returns:
-        Advantages and returns (advantages + values), each (B, T).
+            Advantages and returns (advantages + values), both (B, T).
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
     advantages = []
@@ -53,11 +53,11 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
-    """Scale the per-token values of a whole rollout to variance 1, and shift the mean to 0 if shift_mean is True.
+    """Scale token values over a whole rollout to variance 1, and with shift_mean to mean 0.
 
     Args:
-        parts, masks: one tensor (B, T) for each micro-batch in the rollout.
-        all_ranks: World.sum, which sums numbers over all ranks; None if there is only one rank.
+        parts, masks: a (B, T) tensor per micro-batch.
+        all_ranks: World.sum over ranks, None for one rank.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
     add = all_ranks or (lambda *values: values)
@@ -89,29 +89,28 @@ def ppo_loss(
     returns: Tensor,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the PPO loss: the clipped policy loss plus vf_coef times the clipped value loss.
+    """Compute the PPO loss: clipped policy loss plus vf_coef times clipped value loss.
 
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    Example: a token with ratio 1, advantage 2, value 1, old value 1 and return 3 has the policy loss -2 and the value
-    loss 2; with vf_coef 0.1, the PPO loss is -1.8.
+    Example: ratio 1, advantage 2, value 1, old value 1 and return 3 give policy loss -2 and value loss 2; with vf_coef
+    0.1, the PPO loss is -1.8.
 
     Args:
-        per_token_logps, values: (B, T), policy log-probabilities in nats and the critic's predictions, both with
-            gradient.
-        mask: (B, T), 1 for tokens that are trained on.
-        cliprange: eps, at least 0. The ratio is clipped to [1 - eps, 1 + eps], and a value to its old value -+ eps.
+        per_token_logps, values: (B, T) policy log-probabilities in nats and critic predictions, with gradient.
+        mask: (B, T), 1 for tokens to train on.
+        cliprange: eps, at least 0, for the ratio and for values around their old values.
         vf_coef: value loss weight.
-        old_per_token_logps, old_values: (B, T), per_token_logps and values at sampling time.
-        advantages, returns: (B, T); see gae.
-        normalizer: LossNormalizer whose `tokens` is the divisor; by default the mask's sum.
+        old_per_token_logps, old_values: (B, T), at sampling time.
+        advantages, returns: (B, T), from gae.
+        normalizer: LossNormalizer with the divisor `tokens`, by default mask.sum().
     Returns:
-        The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that has one.
+        Loss, and metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release with one.
     """
     eps = cliprange
-    # The mask sets the log-ratios of padding tokens to 0, because exp could overflow there.
+    # mask before exp, which could overflow at padding tokens
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

@@ -1,13 +1,13 @@
-"""Losses on preference data: DPO and its variants, and reward models.
+"""Losses on preference pairs: DPO and variants, and reward models.
 
-preference.py imports only torch, so you can copy the file into your own project.
+preference.py imports only torch, so you can copy it into your own project.
 
-B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
-the rejected one. Only `per_token_logps` has a gradient.
+B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
+`per_token_logps` has a gradient.
 
-Losses are divided by the number of pairs or tokens in the whole optimizer step (`normalizer`). By default, the
-batch is the whole optimizer step. `normalizer.sequences` counts two answers for each pair. Three losses depend on the
-micro-batch size: aot, aot_unpaired, and sft with use_weighting.
+Losses are divided by the pairs or tokens in the whole optimizer step (`normalizer`, by default the batch).
+`normalizer.sequences` counts both answers. Three losses depend on the micro-batch size: aot, aot_unpaired, and sft with
+use_weighting.
 """
 
 import math
@@ -22,37 +22,37 @@ from torch.nn.functional import logsigmoid
 from minivlmrl.losses.grpo import check_known
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# losses that are defined for every f-divergence between policy and reference
+# defined for every f-divergence, not only reverse_kl
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
 
 
 @dataclass
 class Pairs:
-    """Log-probabilities, margins and options for computing the DPO losses of B answer pairs."""
+    """Inputs for the functions in DPO_LOSSES."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
-    u: Tensor  # (B,) chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
-    v: Tensor  # (B,) rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    z: Tensor  # (B,) beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
-    mean_margin: Tensor  # (B,) margin with both scores divided by their answers' lengths
-    sft_loss: Tensor  # (B,) chosen tokens' mean negative log-probability, the same for every pair
+    u: Tensor  # (B,) chosen log-ratio, log pi(y_c) - log pi_ref(y_c)
+    v: Tensor  # (B,) rejected log-ratio, log pi(y_r) - log pi_ref(y_r)
+    z: Tensor  # (B,) beta * margin, with margin = f_score(chosen) - f_score(rejected)
+    mean_margin: Tensor  # (B,) margin between scores per token
+    sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, equal for all pairs
     beta: float  # dpo_loss option
     e: float  # dpo_loss option label_smoothing
-    discopop_tau: float  # DiscoPOP's mixture temperature
+    discopop_tau: float  # DiscoPOP mixture temperature
 
 
-# Functions that compute each pair's loss, (B,). In the formulas, chosen and rejected are the log-ratios
-# log(pi / pi_ref) of the two answers. The margin is f_score(chosen) - f_score(rejected), by default chosen - rejected.
+# Pairs -> loss per pair (B,). In the formulas, chosen and rejected are log-ratios log(pi / pi_ref), and margin is
+# f_score(chosen) - f_score(rejected), by default chosen - rejected.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin); label smoothing: ericmitchell.ai/cdpo.pdf eq. 3
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta margin)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, with log-ratios per token, as IPO's authors compute them
+    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, log-ratios per token as in the authors' code
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # EXO eq. 16 (arXiv 2402.00856): KL between the predicted preference, sigmoid(beta margin), and the smoothed label
+    # EXO eq. 16 (arXiv 2402.00856): KL between predicted preference sigmoid(beta margin) and smoothed label
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
@@ -64,32 +64,31 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
-    # robust DPO, eq. 11 (arXiv 2403.00409): DPO's loss, unbiased if label_smoothing is the probability of a wrong label
+    # robust DPO, eq. 11 (arXiv 2403.00409): unbiased if a label is wrong with probability label_smoothing
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # BCO (arXiv 2404.04656) without its running mean of rewards:
+    # BCO (arXiv 2404.04656), without its running mean of rewards:
     # -log sigmoid(beta chosen) - log sigmoid(-beta rejected)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675), on log-ratios: (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
+    # SPPO eq. 4.7 (arXiv 2405.00675): (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT (arXiv 2406.05882): DPO's loss after sorting the margins of the policy and of the reference
+    # paired AOT (arXiv 2406.05882): DPO after sorting policy margins and reference margins
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # unpaired AOT (arXiv 2406.05882): DPO's loss after sorting chosen and rejected log-ratios over the batch
+    # unpaired AOT (arXiv 2406.05882): DPO after sorting chosen and rejected log-ratios over the batch
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers:
-    # 1 - sigmoid(beta chosen) + sigmoid(beta rejected). The term 1 - sigmoid(x) is computed as sigmoid(-x), because
-    # 1 - sigmoid(20) is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), chosen up, rejected down: 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
+    # Computed with sigmoid(-x): 1 - sigmoid(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta chosen) + 1 - sigmoid(beta margin)
+    # APO-down, eq. 8 (arXiv 2408.06266), both down: sigmoid(beta chosen) + 1 - sigmoid(beta margin)
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
     # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta margin / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # MPO's generation loss (arXiv 2411.10442): mean negative log-probability of the chosen answers' tokens
+    # MPO's generation loss (arXiv 2411.10442): mean negative log-probability of chosen tokens
     "sft": lambda pairs: pairs.sft_loss,
-    # length-normalized DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), with log-ratios per token
+    # length-normalized DPO, Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), log-ratios per token
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -112,35 +111,31 @@ def dpo_loss(
     log_sum_sq_probs: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
+    """Compute a DPO loss from DPO_LOSSES, or a weighted sum of several.
 
-    Example: if policy and reference are equal, the `sigmoid` loss is 0.693, `hinge` is 1, `ipo` with beta 0.1 is 25.
+    Example: if policy and reference are equal, `sigmoid` is 0.693, `hinge` 1, and `ipo` with beta 0.1 is 25.
 
     Args:
-        per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
+        per_token_logps: (B, 2, T) float, policy log-probabilities in nats, with gradient.
         mask: (B, 2, T), 1 for answer tokens.
-        loss_type: one key in DPO_LOSSES, or a list of several.
-        loss_weights: weight for each loss_type; None gives each loss the weight 1. MPO uses ["sigmoid", "bco_pair",
-            "sft"] with [0.8, 0.2, 1.0].
+        loss_type: key in DPO_LOSSES, or several.
+        loss_weights: weight per loss_type, None = all 1. MPO: ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
         beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference; see f_score.
         f_alpha_divergence_coef: alpha in alpha_divergence.
-        ld_alpha: LD-DPO's weight, from 0 to 1, for tokens beyond the length of the pair's shorter answer; None is 1.
-        use_weighting: if True, weight pairs by their probability under the policy (WPO).
-        discopop_tau: discopop temperature, > 0.
-        ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
-        ref_logps: (B, 2), the result of answer_logps(ref_per_token_logps, ...); pass either ref_logps or
-            ref_per_token_logps.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; required if
-            use_weighting is True.
-        normalizer: totals of the step; its `tokens` counts only the chosen answers' tokens, because sft averages over
-            them.
+        ld_alpha: LD-DPO weight in [0, 1] for tokens beyond the shorter answer's length; None is 1.
+        use_weighting: if True, weight pairs by their policy probability (WPO).
+        discopop_tau: DiscoPOP temperature, > 0.
+        ref_per_token_logps: (B, 2, T) reference log-probabilities, without gradient.
+        ref_logps: (B, 2) instead of ref_per_token_logps, from answer_logps(ref_per_token_logps, ...).
+        log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, without gradient; required by use_weighting.
+        normalizer: totals for the step. `tokens` counts chosen answers only, because sft averages over them.
     Returns:
-        The loss, and the metrics rewards/chosen and rewards/rejected (beta times the log-ratio, nats), rewards/margins,
-        rewards/accuracies (share of pairs with a positive margin), logps/chosen and logps/rejected.
+        Loss, and metrics rewards/chosen and rewards/rejected (beta times log-ratio, nats), rewards/margins,
+        rewards/accuracies (share of positive margins), logps/chosen and logps/rejected.
     Raises:
-        ValueError: options contradict each other, a required tensor is missing, or an answer has no tokens.
+        ValueError: contradicting options, a missing tensor, or an answer without tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
         DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
@@ -164,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # At the end, B equal values of sft_loss are added and divided by num_pairs. The factor num_pairs / B undoes this.
+    # undoes the later sum over B pairs and division by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -190,23 +185,22 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight for each pair, (B,); it is large if the policy is likely to write both answers.
+    """Compute WPO's pair weights (B,), large if both answers are likely under the policy.
 
-    The weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over the two answers; see `dpo_loss`. All
-    arguments have shape (B, 2, T).
+    Product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. All arguments are (B, 2, T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 
 
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum the token log-probabilities (B, 2, T) of each answer: (B, 2), in nats.
+    """Sum token log-probabilities over each answer: (B, 2, T) -> (B, 2), in nats.
 
-    In LD-DPO, tokens beyond the length of the pair's shorter answer have the weight ld_alpha.
+    LD-DPO weights tokens beyond the shorter answer's length by ld_alpha.
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
+    weights = mask.to(per_token_logps.dtype)  # with a float32 mask, ld_alpha would be rounded
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
@@ -215,7 +209,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
-    """Compute an f-divergence's derivative f'(t) at the likelihood ratio t = pi / pi_ref, given log t.
+    """Compute f'(t), the derivative of an f-divergence, at t = pi / pi_ref, from log t.
 
     reverse_kl           log t
     forward_kl           1 - 1/t
@@ -225,10 +219,10 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
     if divergence == "forward_kl":
-        return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
+        return -(-log_ratio).expm1()  # 1 - exp(-x) would round small x to 0
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # In float32, expm1 overflows above 88, so its argument is clamped to 80.
+    # clamp: expm1 overflows in float32 above 88
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
@@ -242,14 +236,14 @@ def reward_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the Bradley-Terry loss for reward models, -log sigmoid(r_c - r_r - margin).
 
-    Example: the rewards 2 (chosen) and 1 (rejected) have the Bradley-Terry loss log(1 + e^-1) = 0.313.
+    Example: rewards 2 (chosen) and 1 (rejected) give log(1 + e^-1) = 0.313.
 
     Args:
         chosen, rejected: (B,) rewards.
-        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward near 0; None is 0.
+        center_rewards_coefficient: weight for (chosen + rejected)^2, which keeps the mean reward near 0; None is 0.
         margin: (B,), desired reward difference.
     Returns:
-        The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies.
+        Loss, and metrics rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     difference = chosen - rejected
@@ -272,10 +266,10 @@ def check_dpo_options(
     prefix: str = "",
     **_others: object,
 ):
-    """Raise ValueError if options of `dpo_loss` contradict each other.
+    """Raise ValueError for contradicting options of `dpo_loss`.
 
     Args:
-        prefix: recipe section with a dot, for example "dpo.", for option names in messages.
+        prefix: section of these options in messages, such as "dpo.".
     """
     for name in loss_type:
         check_known(f"{prefix}loss_type", name, DPO_LOSSES)
@@ -283,7 +277,7 @@ def check_dpo_options(
     num_weights = len(loss_type) if loss_weights is None else len(loss_weights)
     only_reverse_kl = [name for name in loss_type if name not in F_LOSSES]
     sorting = [name for name in loss_type if name in ("aot", "aot_unpaired")]
-    rules = [  # (True if the rule is broken, error message)
+    rules = [  # (whether the rule is broken, message)
         (not loss_type or len(loss_type) != num_weights,
          f"loss_type is {loss_type} and loss_weights is {loss_weights}; "
          "name at least one loss, and give one weight for each"),

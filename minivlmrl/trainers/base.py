@@ -33,7 +33,7 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on
-    normalizer: LossNormalizer  # completions and tokens per step; one of them divides the loss
+    normalizer: LossNormalizer  # totals per step; one of them divides the loss
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
@@ -50,7 +50,7 @@ class MicroBatch:
 class Sample:
     """Sampled completion with prompt and rewards."""
 
-    index: int  # among samples on all ranks, rank 0 first
+    index: int  # sample index over all ranks, rank 0 first
     row: Row  # dataset row behind the prompt
     prompt: Prompt
     completion: Completion
@@ -116,7 +116,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # identical on all ranks
-    ends_rollout: bool = True  # last step on its rollout: a checkpoint can be saved afterwards
+    ends_rollout: bool = True  # last step on its rollout; checkpoints are saved only there
     rollout: Rollout | None = None  # rollout to train on
     groups: Sequence[list[Sample]] = ()  # sampled on this rank; other ranks may train on them
 
@@ -129,7 +129,7 @@ class Trainer:
 
     Args:
         run: recipe; the section named after the stage has its options.
-        steps_done: optimizer steps before a resume.
+            steps_done: optimizer steps already done, for a resume.
     """
 
     stage: str  # stage name, also its section in recipes
@@ -138,7 +138,7 @@ class Trainer:
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if completions are sampled
     samples_completions = False  # whether the stage samples and scores completions
     trains_policy = True  # False if it trains a separate model
-    trained: nn.Module  # updated by the optimizer
+    trained: nn.Module  # module with the optimizer's parameters
 
     def __init__(
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0

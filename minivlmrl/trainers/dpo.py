@@ -27,7 +27,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # an added SFT loss averages over chosen answers, rows 0, 2, 4, ...
+    # chosen answers, rows 0, 2, 4, ...: an added SFT loss averages over their tokens
     counted_rows = slice(0, None, 2)
 
     @classmethod

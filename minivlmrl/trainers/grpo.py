@@ -50,7 +50,7 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
-    num_gen_batches = 1  # batches for the current rollout, with dynamic sampling
+    num_gen_batches = 1  # batches sampled for the current rollout (dynamic sampling)
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -91,7 +91,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute advantages, and pack the micro-batches for each optimizer step.
+        """Compute advantages, and pack micro-batches.
 
         Args:
             parts: groups per optimizer step.
@@ -256,9 +256,9 @@ class GRPOTrainer(RolloutTrainer):
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
-        """Convert clip ratios to this micro-batch's part in the step's clip ratios, as in TRL.
+        """Scale clip ratios so that they add up over the step's micro-batches, as in TRL.
 
-        TRL divides by all tokens in a step (GSPO, RLOO: completions). Dropped completions with advantage 0 are never
+        The divisor is all tokens in the step (GSPO, RLOO: completions). Completions dropped for advantage 0 are never
         clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: shares must add up exactly
@@ -293,7 +293,7 @@ class GRPOTrainer(RolloutTrainer):
 def find_loss(options: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user function in `loss_type`.
 
-    A user function may have fewer parameters than grpo_loss, or the form f(batch, options); see config/loss_forms.py.
+    A user function may lack parameters, or have the form f(batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters][3:]
     table = dict.fromkeys(AVERAGES, grpo_loss)

@@ -27,7 +27,7 @@ class AnswerBatch(MicroBatch):
     """Micro-batch with answers from the data; pairs as chosen, rejected, chosen, rejected, ..."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights: answers, for the entropy tokens, as in TRL."""
+        """Return metric weights as in TRL: answers, but tokens for the entropy."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
@@ -40,7 +40,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields with answers
-    counted_rows = slice(None)  # loss denominator: tokens of these answers
+    counted_rows = slice(None)  # answer rows in the loss denominator, in tokens
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:

@@ -7,14 +7,14 @@ import torch
 
 
 class PhaseTimer:
-    """Measure consecutive phases in seconds, without waiting for the GPU after each.
+    """Measure consecutive phases in seconds, without waiting for the GPU between them.
 
-    CUDA events mark where phases begin, because GPU work runs later than the Python code for it.
+    CUDA events mark phase beginnings, because GPU work runs later than its Python code.
     """
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # (phase, beginning) since the last `take`
+        self.marks = []  # (phase, start) since the last `take`
 
     def start(self, phase: str):
         if self.is_gpu:

@@ -1,9 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
-A group is a prompt with its completions. Ranks send token ids, rewards and outputs of a frozen vision tower, but no
-images: their patches can take 10 MB, so a group's new rank reads the files again. Therefore a group moves only for a
+A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but no
+images, because image patches can take 10 MB: the new rank reads the files again. So a group moves only for a
 considerable gain.
-"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class SerializedGroup:
     """A prompt's completions and rewards, to send to other ranks."""
 
     index: int  # row index in the dataset
-    key: str  # seeds the row's completions
+    key: str  # seed key for sampling
     completions: list[Completion]  # G completions
     rewards: Tensor  # (G, K)
 
@@ -38,7 +37,7 @@ class SerializedGroup:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-# group, first sample's index, image embeddings
+# (group, index of its first sample, image embeddings)
 Payload = tuple[SerializedGroup, int, Tensor | None]
 
 
@@ -59,7 +58,7 @@ def payload_of(samples: list[Sample]) -> Payload:
     first = samples[0]
     embeds = first.prompt.vision_embeds
     if embeds is not None:
-        embeds = embeds.cpu().clone()  # copy: a view would keep a larger tensor
+        embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
     return SerializedGroup.from_samples(samples), first.index, embeds
 
 

@@ -44,7 +44,7 @@ class Reference:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         elif policy.sharding is not None:
-            # a moving reference needs the policy's precision: 16 bits would round most moves to 0
+            # a moving reference needs the policy's precision: 16 bits would round most updates to 0
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
@@ -65,7 +65,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # a list hides the policy from torch: checkpoints save it once
+        # in a list, torch does not register the policy, so that checkpoints save it once
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -80,7 +80,7 @@ class SwappedParameters(nn.Module):
         # swap back before a backward pass: autograd does not see new parameter.data
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # allocates nothing: never out of memory halfway
+                # no allocation, so the swap cannot run out of memory halfway
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()

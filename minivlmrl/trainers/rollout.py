@@ -110,7 +110,7 @@ class RolloutTrainer(Trainer):
 
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # set early: trials with the largest batch also rebalance
+        self.batches = batches  # not in the generator: trial_batches needs them earlier
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -136,7 +136,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # different rewards in every group: equal ones may be left out
+        # different rewards in all groups, because groups with equal rewards may be dropped
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)

@@ -11,7 +11,7 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# summed over a step; see GRPOTrainer.over_step
+# summed over micro-batches; see GRPOTrainer.over_step
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 
