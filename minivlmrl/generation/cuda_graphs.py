@@ -1,7 +1,7 @@
 """Capture the decode step as a CUDA graph: one launch per token.
 
-A decode step of 36 layers launches over a thousand kernels, so the GPU waits for the CPU. A graph is one launch of the
-same kernels on the same addresses, so tensors have a constant size: finished completions stay in the batch, and unused
+With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A graph launches the same
+kernels at once, with the same addresses. So tensors keep their size: finished completions stay in the batch, and unused
 keys are masked. Random numbers are the same as without a graph; logits may differ by rounding.
 """
 
@@ -15,10 +15,10 @@ from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
-HEADROOM = 2**30  # GPU bytes that a capture may request from the driver
-# initial key and value buffers, in tokens per completion; doubled when full
+HEADROOM = 2**30  # bytes of GPU memory that a capture may request from the driver
+# initial size of key and value buffers, in tokens per completion; doubled when full
 KEYS = 256
-# one stream for all captures: each stream has its own workspaces
+# one stream for all captures, because every stream has its own workspaces
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
@@ -29,20 +29,20 @@ class StaticDecodeAttention(DecodeAttention):
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # longest completion in tokens, counted on the host
+        self.longest = 0  # longest completion in tokens, counted on the CPU
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows: tensors have a constant size."""
+        """Keep finished rows: in a graph, tensors have a constant size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # layer by layer: only one layer is in memory twice
+            # layer by layer, so that only one layer is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -57,7 +57,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """Run the decode steps of a rollout as a CUDA graph, on a CPU without one."""
+    """Run decode steps as a CUDA graph; on a CPU, without one."""
 
     attention_type = StaticDecodeAttention
 
@@ -66,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # other prompts or longer buffers: other addresses, new graph
+        # new graph if addresses change: other prompts or longer buffers
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -87,7 +87,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # not torch.cuda.graph: it empties the memory cache, up to 0.4 s
+        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

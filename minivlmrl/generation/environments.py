@@ -1,6 +1,6 @@
-"""Functions that connect the core to extras/agents/, which contains tools, environments and trajectories.
+"""Interface to extras/agents/: tools, environments, trajectories.
 
-The function `agents` imports extras/agents/ by name, and only if a recipe sets `sampling.environment`.
+`agents` imports extras/agents/ by name, only if a recipe sets `sampling.environment`.
 """
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
@@ -24,10 +24,9 @@ def make_sampler(
     gather_weights: bool = True,
     keeps_vision: bool = False,
 ) -> Sampler:
-    """Make the sampler for a recipe's section `sampling`.
+    """Make the sampler for section `sampling`, with arguments as in Sampler.
 
-    If sampling.environment is set, the sampler can call tools; otherwise, sampling.engine selects the sampler. See
-    Sampler for the arguments.
+    With sampling.environment, the sampler can call tools; otherwise, sampling.engine selects it.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -37,30 +36,30 @@ def make_sampler(
 
 
 def check_environment(config: RunConfig):
-    """Raise ValueError if a recipe's environment contradicts its rewards or the option sampling.history."""
+    """Raise ValueError if the environment contradicts rewards or sampling.history."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # raises ValueError if there are two rules for context windows
+    samples_trajectories(config.sampling)  # ValueError for two context window rules
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return True if each turn of a completion is sampled from its own context window."""
+    """Return True if every turn is sampled from its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
 
 
 def begin_environment(name: str | None, row: Row):
-    """Construct the environment `name` and reset it with a row's columns; return None if `name` is None."""
+    """Construct an environment, and reset it with the row's columns; None without a name."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the tools of the environment `name`."""
+    """Return a processor whose chat template declares the environment's tools."""
     return processor if name is None else agents().with_tools(processor, name)
 
 
 def packed_length(completion: Completion) -> int:
-    """Count a completion's tokens, and the prompt tokens of later turns that have their own context window."""
+    """Count completion tokens, plus prompt tokens of later turns with their own context window."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -1,4 +1,4 @@
-"""Apply repetition_penalty, temperature, top_k, top_p and min_p to logits; docs/developer_guide.md adds a filter."""
+"""Filter logits: repetition_penalty, temperature, top_k, top_p, min_p. docs/developer_guide.md adds a filter."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +21,7 @@ class Filters:
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # ids kept by filters, per token and row
+        # ids that filters kept, per row and token
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
         # (R, V) bool, True if the token id occurs in the row's prompt or completion
         self.seen: Tensor | None = None
@@ -44,26 +44,26 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that top_k, top_p and min_p kept, the support of the softmax in training."""
+        """Store the ids that top_k, top_p and min_p kept: in training, the softmax is over these."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # rows may stay in the batch after their end
+            # rows may stay in the batch after their end, so there can be more masks than tokens
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add new tokens, ids (r,), for the repetition penalty."""
+        """Record new tokens `ids` (r,) for the repetition penalty."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
-    """Apply repetition penalty, temperature, then top_k, top_p and min_p; at temperature 0, the penalty only.
+    """Apply repetition penalty, temperature, top_k, top_p and min_p; at temperature 0, only the penalty.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, True for ids of prompt and completion so far; None = no penalty.
+        seen: (r, V) bool, True for ids in prompt or completion so far; None = no penalty.
     Returns:
         Scores (r, V) as in transformers' generate, -inf for removed tokens.
     """
@@ -82,7 +82,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
     if sampling.top_p < 1:
         ascending, order = scores.sort(dim=-1)
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop[:, -1] = False  # never the likeliest token
+        drop[:, -1] = False  # always keep the most likely token
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)

@@ -1,16 +1,15 @@
 """Sample completions for prompts.
 
-    prefill        forward pass over all prompts; a prompt's keys and values are kept once for
-                   all its completions
-    sample_token   temperature and softmax, then one token per row from uniform random numbers;
-                   filters such as top_p: filters.py
-    decode         forward pass over the newest tokens, which attend to their prompt and to
-                   their completion so far
+        prefill        forward pass over all prompts; completions share the keys and values of
+                       their prompt
+        sample_token   temperature, softmax, then one token per row from uniform random numbers;
+                       filters such as top_p: filters.py
+        decode         forward pass over the newest tokens, which attend to prompt and completion
 
-A row is one completion. Prompts have their own random generators (uniform_numbers in data/rows.py), so random numbers
+A row is one completion. Every prompt has its own random generator (uniform_numbers in data/rows.py), so random numbers
 do not depend on the batch or the number of GPUs.
 
-Dimension letters: B prompts, G completions per prompt, R = B * G rows, r unfinished rows, V vocabulary size.
+Dimensions: B prompts, G completions per prompt, R = B * G rows, r unfinished rows, V vocabulary size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +25,13 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# probabilities as integers p * UNITS; exact in float64 up to 2^53
+# inverse_cdf rounds probabilities to multiples of 1 / UNITS; float64 is exact up to 2^53
 UNITS = 2**52
-# sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, ends, each (r,)
+# sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, whether finished, each (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # (probs (r, V), rows, counts) -> sampled ids (r,)
 SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (logits (r, V), rows, counts) -> scores (r, V), such as a top_p filter
+# (logits (r, V), rows, counts) -> scores (r, V), for example a top_p filter
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -66,7 +65,7 @@ def generate(
     Args:
         sample_token: from make_token_sampler.
         decode: decode step, default: Decode().
-        device: compute device, default: that of lm_head. Required for offloaded weights.
+        device: compute device, required for offloaded weights; default: that of lm_head.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -74,9 +73,9 @@ def generate(
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    del batch  # frees the image patches
+    del batch  # frees image patches
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # (rows, ids, logps, ends) per decode step
+    # (rows, ids, logps, whether finished) per decode step
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -84,11 +83,11 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            unfinished_host = unfinished.cpu()  # without filters and stop strings, only this waits for the GPU
+            unfinished_host = unfinished.cpu()  # the only wait for the GPU, without filters and stop strings
             if not unfinished_host.any():
                 break
             remaining_rows = attention.select(unfinished_host)
-            if remaining_rows is not None:  # finished rows were removed
+            if remaining_rows is not None:  # only unfinished rows remain
                 ids = ids[remaining_rows]
                 unfinished = unfinished[remaining_rows]
         attention.advance()
@@ -105,14 +104,14 @@ def prefill(
         prompt_index: (R,) prompt indices.
         capacity: maximum completion length, in tokens.
     Returns:
-        Logits (R, V) of first tokens, and the attention with the prompts' keys and values.
+        logits (R, V) for first tokens, attention with prompt keys and values
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
-    # (B, hidden_size) states at the last prompt tokens
+    # (B, hidden_size) hidden states at last prompt tokens
     hidden = model(batch, attention, batch.layout.last_index)
-    # (3, P) positions per prompt
+    # (3, P) position ids per prompt
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,) first positions of completions
+    # (B,) first position id of completions
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -122,20 +121,20 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Collect the tokens of all decode steps into completions.
+    """Collect the tokens from all decode steps into completions.
 
     Args:
-        steps: (rows, ids, logps, ends) per step, each (r,); row -1: finished before.
+        steps: (rows, ids, logps, whether finished) per step, each (r,); row -1 = already finished.
     Returns:
         num_generations completions per prompt.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # without finished rows
+    sampled = (rows >= 0).nonzero()[:, 0]  # without rows -1
     if not logps[sampled].isfinite().all():
         raise FloatingPointError(
             "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"
         )
-    order = sampled[rows[sampled].argsort(stable=True)]  # by row, then step
+    order = sampled[rows[sampled].argsort(stable=True)]  # by row, then by step
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
         completions.append(Completion(ids[index], logps[index], bool(ends[index[-1]])))
@@ -152,16 +151,16 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function that samples one token per row.
 
-    Recorded log-probabilities are log_softmax(logits / temperature) over the tokens that filters keep, with temperature
-    1 for greedy samples. A repetition penalty changes samples, but not recorded log-probabilities.
+    Recorded log-probabilities are log_softmax(logits / temperature) over the tokens that filters keep; greedy samples
+    use temperature 1. A repetition penalty changes samples, but not recorded log-probabilities.
 
     Args:
-        temperature: logit divisor, 0 = likeliest token.
+        temperature: logit divisor, 0 = greedy.
         stop_ids: token ids that end a completion.
-        sample: samples ids from probabilities; see sample_by_uniforms.
-        logits_processor: logits -> scores, whose softmax is the next-token distribution; default: logits / temperature.
-            Filters set scores of removed tokens to -inf.
-        device: of the logits.
+        sample: probabilities -> ids; see sample_by_uniforms.
+        logits_processor: logits -> scores for the softmax, default: logits / temperature. Filters set scores of removed
+            tokens to -inf.
+        device: logits device.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 
@@ -180,11 +179,11 @@ def make_token_sampler(
 
 
 def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> SampleIds:
-    """Make a function that samples ids (r,) from probabilities (r, V) by given random numbers.
+    """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:
         uniforms: (R, max_new_tokens) float64 in [0, 1), one per token; see inverse_cdf.
-        device: of the probabilities.
+        device: device of probabilities.
     """
     uniforms = to_device(uniforms, device)
 
@@ -195,9 +194,9 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token at which the cumulative probability exceeds the random number.
+    """Return the first token whose cumulative probability exceeds the random number.
 
-    Probabilities are summed as integers (multiples of 2^-52), without rounding: the token does not depend on device or
+    Probabilities are summed as integers (multiples of 2^-52), without rounding. So tokens do not depend on device or
     batch, and a token with probability 0 is never sampled.
 
     Args:
@@ -206,8 +205,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (r,) sampled ids.
     """
-    # (r, V) cumulative, in units of 2^-52
+    # (r, V) cumulative probabilities, in units of 2^-52
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounded down: below the total
+    target = (uniform * units[:, -1]).long()  # rounded down, so always below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

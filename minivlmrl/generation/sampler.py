@@ -1,4 +1,4 @@
-"""Sample completions with the options of a recipe: stop strings, sharded weights, CUDA graphs."""
+"""Sample completions as in the recipe: stop strings, sharded weights, CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -28,15 +28,15 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 
 
 class Sampler:
-    """Sample completions with the options of section `sampling`.
+    """Sample completions with the options in `sampling`.
 
-    Other engines are subclasses: extras/vllm.py, docs/developer_guide.md.
+    Subclasses are other engines: extras/vllm.py, docs/developer_guide.md.
 
     Args:
         processor: tokenizer and default stop tokens.
-        world: ranks of the run, default: this process, on the model's device.
+        world: ranks, default: this process, on the model's device.
         gather_weights: gather sharded weights before a rollout; see rollout_weights in distributed/weights.py.
-        keeps_vision: keep image embeddings in the prompts, for reference and training step; for a frozen tower only.
+        keeps_vision: keep image embeddings in prompts, for reference model and training; only with a frozen tower.
     """
 
     def __init__(
@@ -52,29 +52,29 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # compute device, not that of offloaded weights
+        # compute device; the weights may be offloaded to another
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # called with row indices (r,) and new ids (r,), for example to print them
+        # callback with rows (r,) and new ids (r,), for example to print them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
-        self.filters: Filters | None = None  # of the current call
+        self.filters: Filters | None = None  # for the current call
         self.stop_strings: StopStrings | None = None
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample num_generations completions per prompt; all ranks must call this.
 
         Args:
-            keys: seeds of the random numbers, per prompt.
+                keys: random seeds, one per prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
         return sample_in_micro_batches(self.sample, prompts, num_generations, keys, self.sampling, self.world)
 
     def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Sample completions of all prompts in one batch."""
+        """Sample all completions in one batch."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         groups = self.sample_with(prompts, num_generations, sample_token)
         self.world.barrier("sample completions")
@@ -122,7 +122,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; VLLMSampler lets vLLM compute the logits."""
+        """Sample completions with `sample_token`; VLLMSampler overrides this, because vLLM computes the logits."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -153,12 +153,15 @@ class Sampler:
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         """Record one token per row, and return (r,) bool, True for finished rows.
 
-        `turn_ends` (r,): True for a stop token. Samplers of extras/agents/ run tools here.
+        Samplers in extras/agents/ run tools here.
+
+        Args:
+            turn_ends: (r,) bool, True for a stop token.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, and return (r,) bool, True at the end of a stop string."""
+        """Record one token per row, and return (r,) bool, True if it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -166,19 +169,19 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # overridden by other engines
+    # for other engines to override
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if the engine cannot run the recipe; called before loading."""
+        """Raise ValueError if the engine cannot run the recipe; called before models are loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum length of prompt and completion together, None = no limit."""
+        """Return the maximum prompt + completion length in tokens, None = no limit."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate memory during rollouts only, {name: bytes}."""
+        """Estimate the memory needed only during rollouts: {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -188,16 +191,16 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise ValueError if log-probabilities of engine and policy differ too much.
+        """Raise ValueError if engine and policy log-probabilities differ too much.
 
         Args:
             rows: row per prompt, for error messages.
-            max_logp_mismatch: factor of the accepted difference.
+            max_logp_mismatch: factor for the accepted difference.
         """
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Return the class that sampling.engine names."""
+    """Return the sampler class for sampling.engine."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options:
@@ -219,12 +222,12 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return True if decode steps can be captured as a CUDA graph."""
-    # FSDP's layers cannot be gathered in a graph
+    # FSDP cannot gather layers inside a graph
     return sampling.cuda_graph == "auto" and not by_layer and family_of(model).in_cuda_graphs
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Keep image embeddings in the prompts: later forward passes skip the vision tower."""
+    """Store image embeddings in the prompts, so that later forward passes skip the vision tower."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

@@ -1,6 +1,6 @@
-"""Make the files of <repository>/kernels importable as `minivlmrl.kernels.<name>` in a source tree.
+"""Make <repository>/kernels importable as `minivlmrl.kernels` in a source tree.
 
-An installed wheel has the folder kernels/ as `minivlmrl.kernels`, because pyproject.toml maps the names.
+In an installed wheel, pyproject.toml maps the folder to this name.
 """
 
 from pathlib import Path

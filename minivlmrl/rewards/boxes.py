@@ -1,8 +1,8 @@
-"""Rewards for object detection: compare boxes in answers with true boxes.
+"""Rewards for object detection: compare answer boxes with true boxes.
 
-True boxes (column `solution`) are in pixels of the image file, boxes in answers perhaps in other units, such as
-thousandths of the image size. A box in an answer matches at most one true box. The IoU sum is divided by the larger
-number of boxes, in answer or solution, so missing and extra boxes lower the reward.
+True boxes (column `solution`) are in image file pixels; answer boxes may be in other units, such as thousandths of the
+image size. Boxes are matched one to one. The IoU sum is divided by the larger number of boxes, in answer or solution,
+so missing and extra boxes lower the reward.
 """
 
 import json
@@ -16,7 +16,7 @@ from minivlmrl.errors import UserError, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
-Objects = list[tuple[str, Box]]  # (label, box), label "" if not compared
+Objects = list[tuple[str, Box]]  # (label, box), label "" = not compared
 NO_IMAGE = "the row has no image"
 NO_BOX = "no box was found in the answer"
 NO_SOLUTION_BOX = (
@@ -40,9 +40,9 @@ def mean_iou(
 
     Args:
         answer_texts: n answers, None = no answer.
-        solution: true box [x1, y1, x2, y2] or a list of boxes, in pixels of the image file, perhaps as text. [] or ""
-            means no object, and the answer must say so.
-        image_sizes, answer_extents: image (width, height) in pixels of the file and in units of the answer.
+        solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, perhaps as text. [] or "" means no
+            object, and the answer must say so.
+        image_sizes, answer_extents: image (width, height), in file pixels and in answer units.
     Returns:
         n numbers, None for rows without image or solution.
     """
@@ -50,9 +50,9 @@ def mean_iou(
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the fraction of boxes with an IoU of at least 0.5; missing and extra boxes count as 0.
+    """Compute the share of boxes with IoU >= 0.5; missing and extra boxes count as 0.
 
-    Example: for one true box, IoU 0.5 gets the reward 1, and IoU 0.49 gets 0.
+    Example: for one true box, IoU 0.5 gives 1, and IoU 0.49 gives 0.
     """
 
     def share_of_hits(predicted: Objects, true: Objects) -> float:
@@ -71,7 +71,7 @@ def box_format(
 ) -> list:
     """Return 1.0 for <think> and <answer> tags with valid boxes inside the image, else 0.0.
 
-    "[]", "None" and "No such object" get 1.0, unless the solution contains a box. Rows without an image get None.
+    "[]", "None" and "No such object" get 1.0 if the solution has no box. Rows without an image get None.
     """
     values = []
     reasons = []
@@ -85,7 +85,7 @@ def box_format(
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
-    """Explain a box_format reward of 0; None = reward 1."""
+    """Explain a box_format reward of 0, None for reward 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -109,7 +109,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted with true objects; return the IoU per pair, and 0 per unmatched object."""
+    """Match predicted with true objects; return IoUs of pairs, and 0 for unmatched objects."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -121,12 +121,12 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer> tags, otherwise in the whole text."""
+    """Parse the boxes in the last <answer> tags, or in the whole text."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return the text with a solution's boxes: all text, the text in <answer> tags, or JSON."""
+    """Return a solution as text with boxes: the text in <answer> tags, all text, or JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 
@@ -141,7 +141,7 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute rewards of n answers from predicted and true boxes.
+    """Compute rewards from predicted and true boxes, for n answers.
 
     Args:
         measure: (predicted objects, true objects) -> reward; answers without objects get 0.
@@ -180,7 +180,7 @@ def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
 
     Args:
         solution: as in mean_iou; other solutions are accepted.
-        size: image (width, height), pixels of the file.
+        size: image (width, height), in file pixels.
     """
     image = "the image" if num_images == 1 else f"the first image (of {num_images})"
     for _, box in read_boxes(str(solution), size):

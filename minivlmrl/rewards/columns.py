@@ -20,9 +20,9 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments of reward functions other than row columns: lists with one value per completion.
+    """Arguments for reward functions besides row columns: lists, one value per completion.
 
-    Rewards receive those that are not None; see docs/rewards.md.
+    None values are not passed; see docs/rewards.md.
     """
 
     completions: list[str]
@@ -35,10 +35,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # rewards for the row, None = all
-    extras: list[dict]  # log_extra writes here
+    row_rewards: list[list[str] | None]  # reward names for the row, None = all
+    extras: list[dict]  # filled by log_extra
     reward_model_scores: Sequence[float] | None = None
-    # set by Reward.__call__, not lists
+    # not lists; set by Reward.__call__
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -54,11 +54,11 @@ def reward_columns(
     processor: Processor,
     reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
-    """Collect reward arguments from B rows with G completions each.
+    """Collect reward arguments for B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}: row columns, None where missing, and RewardArguments, which override columns of the
-        same name.
+        {name: B * G values}: row columns, None where missing, and RewardArguments, which override equally named
+        columns.
     """
     flat = []
     row_of_each = []
@@ -89,25 +89,25 @@ def reward_columns(
 
 
 def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the first image's size in pixels of the file, and in units of answer boxes."""
+    """Return the first image's size in file pixels, and in units of answer boxes."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # size known from building the prompt: no need to open the file again
+    # size from building the prompt, to avoid opening the file again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))
 
 
 def box_scale(space: str, original: Size, resized: Size) -> Size:
-    """Return image width and height in units of box coordinates, for example (1000, 1000).
+    """Return the image size in box units, for example (1000, 1000).
 
     Args:
-        space: "original" (pixels of the file), "resized" (pixels of the model input, as in Qwen2.5-VL), "thousandths"
-            (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
-        original: width and height in pixels of the file.
-        resized: width and height in pixels of the model input.
+        space: "original" (file pixels), "resized" (model input pixels, Qwen2.5-VL), "thousandths" (0 to 1000, Qwen2-VL
+            and Qwen3-VL) or "unit" (0 to 1).
+        original: (width, height) in file pixels.
+        resized: (width, height) in model input pixels.
     """
     extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
     if space not in extents:

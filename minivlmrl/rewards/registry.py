@@ -1,4 +1,4 @@
-"""Registry of reward functions; checks of their arguments and return values.
+"""Registry of reward functions; checks of arguments and return values.
 
 A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity", perhaps with keyword
 arguments: "mine.py:near(tolerance=0.05)".
@@ -33,22 +33,22 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function" or function
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# preflight.py finds invalid solutions with these rewards, before training
+# rewards that preflight.py calls before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # while looking for a failure
-# metrics of every optimizer step, names that rewards may not log
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # to call a reward again without logging
+# metrics of optimizer steps; rewards may not log these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
-# error of a function that reads a text as messages, as in completion[0]["content"]
+# error if a function expects messages but gets a text: completion[0]["content"]
 READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
-# arguments to pass as messages: none, or as TRL does for conversations
+# arguments passed as messages: none, or as in TRL for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
 def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
-    """Convert prompts and completions to messages if named in `form`, otherwise to texts."""
+    """Convert the arguments in `form` to messages, other prompts and completions to texts."""
     converted = {}
     for name, role in (("prompts", "user"), ("completions", "assistant")):
         conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -63,13 +63,13 @@ class RewardLog:
     """Reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
-        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
-        self.metrics: dict[str, list[float]] = {}  # current rollout, this rank
+        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # in optimizer steps
+        self.metrics: dict[str, list[float]] = {}  # this rank's values in the current rollout
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl has the mean over a rollout."""
+        """Log a finite number as a metric; metrics.jsonl has the rollout mean."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # would overwrite the value of the step
+        if name in STEP_METRICS:  # would overwrite the step's own value
             raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
@@ -77,7 +77,7 @@ class RewardLog:
 
 
 class RewardFailed(UserError):
-    """A reward function failed: raised on all ranks, which then save a checkpoint together."""
+    """A reward function failed; raised on all ranks, so that they save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -87,9 +87,9 @@ class Reward:
     name: str
     function: Callable
     world: World = field(default_factory=World)
-    log: RewardLog | None = None  # log of the stage, None in evaluations and commands
-    max_seconds: float | None = None  # limit per call in seconds, None = no limit
-    form: tuple[str, ...] = ()  # arguments passed as messages; one of FORMS
+    log: RewardLog | None = None  # the stage's log, None in evaluations and commands
+    max_seconds: float | None = None  # time limit per call, None = no limit
+    form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
@@ -107,20 +107,20 @@ class Reward:
     def receives_all(self) -> bool:
         """Return True for a user's function with a parameter such as **columns."""
         function = getattr(self.function, "func", self.function)  # functions with options are partials
-        # functools.wraps copies __module__, but not __globals__
+        # functools.wraps copies __module__ but not __globals__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
         # built-in rewards ignore their **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Copy the reward for a run: if it fails on one rank, all ranks raise RewardFailed."""
+        """Copy the reward for a run: a failure on one rank raises RewardFailed on all."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards of n completions, NaN for None.
 
-        Column `row_rewards` may list the rewards for a row; others are NaN.
+        If a row lists reward names in column `row_rewards`, other rewards are NaN.
 
         Raises:
             RewardFailed: the function failed; the message names the row.
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # called by another reward function
+        for name in callbacks.keys() & columns.keys():  # when called by another reward function
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -142,7 +142,7 @@ class Reward:
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
-            self.world.stop_if_preempted()  # a signal shortens the time limit
+            self.world.stop_if_preempted()  # a preemption signal shortens the time limit
             raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
@@ -168,7 +168,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function; if it cannot read the present form, find one that it can."""
+        """Call the function; if it cannot read this form of arguments, try others."""
         try:
             return self.function(**in_form(columns, self.form) | callbacks)
         except (AttributeError, IndexError, TypeError):
@@ -179,8 +179,8 @@ class Reward:
         return self.function(**in_form(columns, form) | callbacks)
 
     def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
-        """Try forms of prompts and completions until no text is read as messages."""
-        # "?": in an empty text, completion[0] would fail before ["content"]
+        """Find the form of prompts and completions in which no text is read as messages."""
+        # "?": on an empty text, completion[0] would fail before ["content"]
         columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
         for form in FORMS:
             try:
@@ -227,7 +227,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert returned values to floats, NaN for None."""
     try:
-        # rejected even with a matching length
+        # wrong types, even with the right length
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -259,8 +259,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value per completion, as TRL's log_extra(column, values).
 
-    Column "why" has the reasons of all rewards, for example {"format": "no <answer>"}. Values other than numbers, texts
-    and None are logged as str(value): the log is JSON.
+    Column "why" has reasons per reward, for example {"format": "no <answer>"}. Values other than numbers, texts and
+    None are logged as str(value), because the log is JSON.
     """
     if len(values) != len(extras):
         raise UserError(

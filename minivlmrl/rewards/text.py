@@ -5,9 +5,8 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-It may return None for completions that it cannot score. If all rewards of a completion are None, its advantage is 0,
-and the group mean leaves it out. Recipes weight rewards, for example {accuracy: 1.0}; rewards/registry.py lists them
-all.
+It may return None if it cannot score a completion. If all rewards are None, the advantage is 0, and the group mean
+leaves the completion out. Recipes give rewards weights, for example {accuracy: 1.0}; all names: rewards/registry.py.
 
 A reward may give reasons: log_extra("why", reasons), one text or None per completion.
 """
@@ -31,7 +30,7 @@ NO_SOLUTION = "the row has no solution"
 def tag_format(completions: list[str], log_extra: LogExtra | None = None, **columns) -> list[float]:
     """Return 1.0 for completions <think>...</think><answer>...</answer>, else 0.0.
 
-    Tags must occur once, with text inside.
+    All tags must occur once, with text inside.
     """
     reasons = [format_error(completion) for completion in completions]
     if log_extra is not None:
@@ -40,7 +39,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Explain why a completion is not <think>...</think><answer>...</answer>; None if it is."""
+    """Explain why a completion is not <think>...</think><answer>...</answer>, None if it is."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -65,7 +64,7 @@ def accuracy(
     a solution get None.
 
     Raises:
-        ValueError: a solution is an object, or a list of anything but numbers.
+        ValueError: the solution is an object, or a list with other items than numbers.
     """
     rewards = []
     reasons = []
@@ -88,7 +87,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True for equal JSON objects or lists, for example with another order of keys."""
+    """Return True for equal JSON objects or lists, in any order of keys."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and read_json(answer) == value
@@ -100,7 +99,7 @@ def solution_text(solution: Any) -> str:
     """Convert a solution to text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        ValueError: the solution is an object, a list of anything but numbers, or a list of one number.
+        ValueError: the solution is an object, a list with other items than numbers, or a list with one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]
@@ -124,7 +123,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
     Args:
         where: "tags" = text in the last <answer>...</answer>, "whole" = all text after the last </think>, "last_line" =
-            last line of that text.
+            its last line.
     """
     if where == "tags":
         return last_answer(completion)
@@ -136,7 +135,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Return the text in the last <answer>...</answer>, or None."""
-    # str.partition: a regular expression takes quadratic time for many <answer> tags
+    # not a regular expression, which takes quadratic time for many <answer> tags
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:

@@ -3,6 +3,7 @@
 A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but no
 images, because image patches can take 10 MB: the new rank reads the files again. So a group moves only for a
 considerable gain.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
