@@ -1,6 +1,4 @@
-"""Attention over a packed sequence, in which the completions of a group share one prompt.
-
-Two attention objects implement three rules:
+"""Attention over a packed sequence; completions of the same prompt share it.
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
@@ -8,8 +6,8 @@ Two attention objects implement three rules:
 
 A prompt is computed once for all its completions, with the same results as if every completion had its own.
 
-Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
-P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
+Dimensions: N tokens in the packed sequence, B groups, R completions, M completion tokens, P tokens in a prompt, C
+tokens in a completion, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -27,14 +25,14 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
-    Order: prompt 0, its completions, prompt 1, its completions, ... A completion's last token predicts nothing and is
-    left out, so a completion of 5 tokens has 4 positions.
+    Order: prompt 0, its completions, prompt 1, its completions, ... The last completion token predicts nothing and is
+    left out, so 5 completion tokens have 4 positions.
 
     Args:
         prompt_lengths: (B,) prompt lengths, in tokens.
         completion_lengths: completion lengths per prompt, in tokens.
-        rows: row index per completion. Equal indices form one row in the losses, such as a trajectory's turns.
-            None = one row per completion.
+            rows: row index per completion, None = one row each. In the losses, equal indices form one row, for example
+                the turns in a trajectory.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class PackedLayout:
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
         self.row_lengths = [0] * len(set(rows))  # tokens per row
-        cells = []  # (row, column) per completion token
+        cells = []  # (row, column in the padded tensor) per completion token
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
             self.row_lengths[row] += n
@@ -66,17 +64,17 @@ class PackedLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) packed positions of the last prompt tokens
+        # (B,) packed positions of last prompt tokens
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) packed positions that predict the completion tokens
+        # (M,) packed positions that predict completion tokens
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        # (M,) completion token -> index in a flattened (R, T) tensor
+        # (M,) index of completion tokens in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.pad_blocks(device)
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token -> cell
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token -> index in the padded blocks
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
@@ -85,15 +83,15 @@ class PackedLayout:
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
             for span in spans:
-                tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first one
+                tokens += [prompt_span[-1], *span]  # the last prompt token predicts the first completion token
         return tokens
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange packed positions in matrices, separately for each prompt length.
+        """Arrange packed positions in padded matrices, one pair per prompt length.
 
         Returns:
-            For each prompt length, positions (prompts, P) and (completions, C), padded with -1; and the PromptSlots of
-            the completions, None if no completion has a position.
+            Per prompt length: positions (prompts, P) and (completions, C), padded with -1; and the completions'
+            PromptSlots, None if no completion has a position.
         """
         blocks = []
         slots = []
@@ -108,7 +106,7 @@ class PackedLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) into blocks of prompts (prompts, H, P, D) and of completions (completions, H, C, D)."""
+        """Split x (N, H, D) into blocks (prompts, H, P, D) and (completions, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -123,7 +121,7 @@ def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
 
 def attention_mask(layout: PackedLayout) -> Tensor:
     """Return the attention mask (N, N), True where token i attends to token j."""
-    tokens = []  # (group, row) per token; row 0 = prompt, row i = completion i
+    tokens = []  # (group, row) per token; row 0 = prompt, row i = completion i in its group
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
@@ -138,14 +136,14 @@ class GroupAttention:
 
     Args:
         layout: prompt and completion positions.
-        keep_keys: keep k and v of all layers in `self.keys`, for DecodeAttention after a prefill.
+            keep_keys: keep k and v from all layers in `self.keys`, for DecodeAttention after a prefill.
     """
 
     def __init__(self, layout: PackedLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> prompt states (B, ...) of layers without keys and values
+        # {layer index: prompt states (B, ...)}, for layers with a state instead of keys and values
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,24 +164,24 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """Attention for decoding steps, with one KV cache entry per prompt for all its completions.
+    """Attention for decoding, with prompt keys and values shared by all completions.
 
     Args:
         prompts: GroupAttention(layout, keep_keys=True) after a prefill.
-        prompt_index: (R,) prompt index per completion, ascending, in host memory.
+        prompt_index: (R,) prompt index per completion, ascending, on the CPU.
         capacity: maximum new tokens per completion.
-        start: (B,) first position after the prompt.
+        start: (B,) first position id after the prompt.
     """
 
-    check_every = 1  # steps between checks for finished rows
-    # (slice of rows, slice of new tokens): calls of a layer with a state
+    check_every = 1  # decode steps between checks for finished rows
+    # (slice of rows, slice of new tokens) per call to a layer with a state
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # per layer: prompt keys and values (B, K, P, D); prompt_bias (B, P): -inf at padding
+        # per layer: prompt keys and values (B, K, P, D); prompt_bias (B, P) is -inf at padding
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -191,18 +189,18 @@ class DecodeAttention:
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1
-        # per layer: completion keys and values (R, K, capacity, D); row_bias: -inf at unused positions
+        # per layer: completion keys and values (R, K, capacity, D); row_bias is -inf at unused positions
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # keys of the longest row; later ones are not read
-        # needed after tool responses of different lengths
+        self.num_row_keys = 0  # key count in the longest row; later keys are not read
+        # True once rows have different lengths, after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(R), self.device)  # (R,) original row index
-        self.start = start[self.slots.prompt_index]  # (R,) first position
+        self.start = start[self.slots.prompt_index]  # (R,) first position id after the prompt
         # (R,) KV cache position of the newest token
         self.newest = torch.full_like(self.rows, -1)
         self.layer_states = {i: [x[prompt_index] for x in states] for i, states in prompts.layer_states.items()}
@@ -211,9 +209,9 @@ class DecodeAttention:
         """Drop finished rows from the KV cache.
 
         Args:
-            unfinished: (R,) bool, in host memory.
+            unfinished: (R,) bool, on the CPU.
         Returns:
-            Indices of the kept rows, None = all.
+            Kept row indices, None = all.
         """
         if unfinished.all():
             return None
@@ -222,7 +220,7 @@ class DecodeAttention:
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # layer by layer: two copies of the whole cache would not fit
+        # layer by layer, because two copies of the cache would not fit
         for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -240,13 +238,13 @@ class DecodeAttention:
         """Advance the cache positions.
 
         Args:
-            tokens: new tokens, one number or (R,).
-            growth: growth of the longest row, in tokens.
+            tokens: new tokens per row, one number or (R,).
+            growth: new tokens in the longest row.
         """
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # clamped: a finished row may outgrow the cache before it is dropped
+        # clamp: a finished row may outgrow the cache before it is dropped
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return
@@ -254,7 +252,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append keys and values to the KV cache, and return those of all completion tokens."""
+        """Append keys and values to the KV cache, and return those for all completion tokens."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -265,13 +263,13 @@ class DecodeAttention:
         return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention (R, H, D) of new tokens from q (R, H, D), k and v (R, K, D)."""
+        """Compute attention (R, H, D) for new tokens from q (R, H, D), k and v (R, K, D)."""
         (R, H, D) = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # one product for all completions of a prompt
+        # one matrix product for all completions of a prompt
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P)
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
@@ -283,4 +281,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # argument of decoder layers
+Attention = GroupAttention | DecodeAttention  # as an argument to decoder layers

@@ -1,4 +1,4 @@
-"""Build a model from a config.json, with random weights or the caller's tensors."""
+"""Build a model from config.json, with random or given weights."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# name endings of layers that write to the residual stream
+# name endings of layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # ImageProcessor field -> VisionConfig field
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
@@ -42,11 +42,11 @@ def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> 
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read a config.json, with special tokens and vocabulary size of a tokenizer."""
+    """Read config.json, with special tokens and vocabulary size from a tokenizer."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # a larger vocab_size in text_config is kept: unused rows
+    # a larger vocab_size is kept; the embedding then has unused rows
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -54,10 +54,10 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 def random_processor(
     model_config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Build the processor (tokenizer, image settings, template) of a random model."""
+    """Build a processor (tokenizer, image settings, template) for a random model."""
     family = find_family(model_config.model_type)
     patches = {name: getattr(model_config.vision_config, field) for name, field in PATCHES.items()}
-    # pixels in one merged token
+    # pixels per merged token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
         {**family.images, **patches}, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
@@ -67,10 +67,10 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the family's chat template, None = data/chat_template.py."""
+    """Return the family's chat template, None = that in data/chat_template.py."""
     if family.default_system:
         return None
-    # imported late: Qwen2-VL and Qwen2.5-VL need no Jinja
+    # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
@@ -98,8 +98,8 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialize weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Learned position embeddings have the standard deviation vision_config.initializer_range. Output projections of
-    attention and MLP are divided by sqrt(2 n) for n blocks, as in GPT-2.
+    Learned position embeddings have standard deviation vision_config.initializer_range. Output projections in attention
+    and MLP are divided by sqrt(2 n) for n blocks, as in GPT-2.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -120,7 +120,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace parameters on the meta device with weights of the same names."""
+    """Replace parameters on the meta device with equally named weights."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

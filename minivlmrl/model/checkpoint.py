@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files that checkpoints copy from the loaded folder
+# files that checkpoints copy from the loaded model folder
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -50,7 +50,7 @@ def load_model(
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
-        sharding: distributed/fsdp.py's Sharding, ranks then load only their shard; None = no sharding.
+            sharding: Sharding in distributed/fsdp.py: ranks load only their shard. None = no sharding.
         adapt: adds adapters without weights in the folder, while the model is on the meta device.
     """
     folder = find_folder(folder)
@@ -64,10 +64,10 @@ def load_model(
         if sharding is not None:
             sharding.shard(model)
 
-        # take_shard: tensor of a file -> shard of this rank
+        # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # source of unused tensors in save_model
+    model.folder = folder.resolve()  # save_model copies unused tensors from here
     return model
 
 
@@ -81,7 +81,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # a tied head only as the embedding
+    expected = base_weights(model)  # without a tied head, which is in the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # one NaN or infinite value is enough
+    # the sum is not finite if any value is NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise UserError(
@@ -137,12 +137,12 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in minivlmrl, tensor) from a safetensors file; tensors are views of the mapped file, to be copied."""
+    """Yield (name in minivlmrl, tensor) from a safetensors file; tensors are views of the mapped file, so copy them."""
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # reopened per tensor: frees the memory of those already read
+        # reopen the file per tensor, which frees memory from those already read
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -157,7 +157,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return tensors of the folder without a use here, such as Qwen3.5's multi-token prediction layer."""
+    """Return tensors in the folder that minivlmrl does not use, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -181,9 +181,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        min_pixels, max_pixels: bounds of the image area, default: those of the folder.
+            min_pixels, max_pixels: bounds of the image area, default: those in the folder.
     """
-    # imported late: models with random weights need no Jinja
+    # lazy import: models with random weights need no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -224,7 +224,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the end token ids of generation_config.json, [] without this file."""
+    """Return the end token ids in generation_config.json, [] without this file."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -234,7 +234,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read files for later checkpoints, because the folder may be deleted during the run."""
+    """Read files that later checkpoints copy, because the folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -257,7 +257,7 @@ def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Raise ValueError for a weight that is not finite: a diverged model is never saved."""
+    """Raise ValueError for a non-finite weight, so that a diverged model is never saved."""
     if not tensor.isfinite().all():
         raise UserError(
             f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "
@@ -266,7 +266,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
 
 
 def write_settings(folder: Path, model: VisionLanguageModel, processor: Processor):
-    """Write a model folder without weights."""
+    """Write all files of a model folder except the weights."""
     dtype = str(model.save_dtype or model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
@@ -289,7 +289,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # trained completions end with <|im_end|>, which base models do not list
+    # base models may not list <|im_end|>, which ends trained completions
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

@@ -1,4 +1,4 @@
-"""ModelConfig and VisionConfig: sizes and settings, named as in config.json (read and written by config_json.py).
+"""ModelConfig and VisionConfig: settings named as in config.json; config_json.py reads and writes them.
 
 Families with other settings define subclasses.
 """
@@ -8,30 +8,30 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# a model with a million layers by mistake would take minutes to build
+# limit: building a million layers by mistake would take minutes
 Depth = Annotated[int, "[1, 1000]"]
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of the vision tower, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
+    """Vision tower config, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
 
     depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
     intermediate_size: Size = 3420
     num_heads: Size = 16
-    out_hidden_size: Size = 3584  # hidden_size of the decoder
+    out_hidden_size: Size = 3584  # decoder hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # patch side, in pixels
-    temporal_patch_size: Size = 2  # frames per patch; an image is repeated
-    spatial_merge_size: Size = 2  # n: n x n patches per decoder token
+    temporal_patch_size: Size = 2  # frames per patch; an image counts as this many equal frames
+    spatial_merge_size: Size = 2  # n: n x n patches are merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
-    # standard deviation of new learned position embeddings
+    # standard deviation for new learned position embeddings
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # unused keys of vision_config, written back unchanged
+    # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # fixed in Qwen2-VL, overridden or read by other families
+    # constants in Qwen2-VL; other families override or read them
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # window side, in pixels; None = whole frame
     window_size: ClassVar[int | None] = None
@@ -44,13 +44,13 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Return the values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
+        """Return values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass
 class ModelConfig:
-    """Decoder config of Qwen2-VL and Qwen2.5-VL, with transformers' defaults."""
+    """Decoder config for Qwen2-VL and Qwen2.5-VL, with transformers' defaults."""
 
     vocab_size: Size
     hidden_size: Size
@@ -59,10 +59,10 @@ class ModelConfig:
     num_attention_heads: Size
     num_key_value_heads: Size
     vision_config: VisionConfig
-    model_type: str = "qwen2_5_vl"  # key of FAMILIES in families/registry.py
+    model_type: str = "qwen2_5_vl"  # key in FAMILIES in families/registry.py
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-5
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
-    # rotary frequencies for time, height, width
+    # number of rotary frequencies for time, height, width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
@@ -75,19 +75,19 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys, written back unchanged
 
-    # fixed in Qwen2, overridden or read by other families
+    # constants in Qwen2; other families override or read them
     attention_bias: ClassVar[bool] = True  # biases on q, k and v
     qk_norm: ClassVar[bool] = False  # norms on q and k heads
-    mrope_interleaved: ClassVar[bool] = False  # rotary frequencies alternate between axes
+    mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width
 
     @property
     def head_dim(self) -> int:
-        """Return D, the width of a head."""
+        """Return D, the head width."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many elements of a head are rotated."""
+        """Return how many elements per head are rotated."""
         return self.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Read, check and write config.json as a ModelConfig."""
+"""Convert config.json to a ModelConfig and back, with checks."""
 
 import re
 from collections.abc import Container
@@ -11,13 +11,13 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
 
-# keys recomputed on saving
+# keys that saving recomputes
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# null is a value here, and the default elsewhere
+# keys for which null is a value; elsewhere, null means the default
 NULLABLE = {"bos_token_id", "eos_token_id"}
-# keys of vision_config recomputed on saving
+# keys in vision_config that saving recomputes
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
-# text models below vision-language models
+# text models, for an error message
 TEXT_MODELS = r"(qwen2|qwen3|llama|mistral|mixtral|gemma2?|phi3?|internlm2|deepseek_v\d)(_moe)?|gpt\w*|\w+_text"
 
 
@@ -29,12 +29,12 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     vision = _section(config, where, "vision_config")
     flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
-    flat.pop("mrope_section", None)  # that of the rope settings counts
+    flat.pop("mrope_section", None)  # only mrope_section in the rope settings counts
     rope = _rope(flat, where)
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # top level first: transformers 5 always writes the default into text_config
+    # top level first, because transformers 5 always writes the default into text_config
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat["extra"] = without(flat, names | REWRITTEN)
@@ -54,7 +54,7 @@ def _check_model_type(config: dict, where: str):
 
 
 def to_dict(model_config: ModelConfig) -> dict[str, Any]:
-    """Return config.json in the hub's layout, for vLLM and older transformers, too."""
+    """Return config.json in the hub's layout, which vLLM and older transformers also read."""
     family = find_family(model_config.model_type)
     text = asdict(model_config)
     vision = text.pop("vision_config")
@@ -86,7 +86,7 @@ def without(values: dict, names: Container[str]) -> dict:
 def _merge(*sections: dict) -> dict:
     """Merge JSON objects like dict.update, but {"a": 1} and {"a": null} give {"a": 1}.
 
-    Some transformers releases write null into text_config for keys of the top level.
+    Some transformers releases write null into text_config for top-level keys.
     """
     merged = {}
     for section in sections:
@@ -95,7 +95,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the object under the first of `names` in the config, or {}."""
+    """Return the first section in `names` that the config has, or {}."""
     for name in names:
         section = config.get(name)
         if section:
@@ -105,7 +105,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    # rope_parameters since transformers 5, rope_scaling before
+    # rope_parameters since transformers 5, before rope_scaling
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
@@ -143,10 +143,10 @@ def _check(model_config: ModelConfig):
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # else computed
+    has_head_dim = "head_dim" in vars(model_config)  # otherwise computed from other fields
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
-    rules = [  # (rule holds, field, value, expected)
+    rules = [  # (whether the rule holds, field, value, expected)
         (has_head_dim or model_config.hidden_size % num_heads == 0, "hidden_size", model_config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,

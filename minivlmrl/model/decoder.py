@@ -1,6 +1,6 @@
-"""Decoder and LM head of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with parameter names of the hub's checkpoints.
+"""Decoder and LM head for Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with the hub's parameter names.
 
-Dimension letters: N tokens, H query heads, K key/value heads, D head_dim.
+Dimensions: N tokens, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ class VisionLanguageModel(nn.Module):
     """Vision tower, decoder and LM head, for any family."""
 
     sharding: Any = None  # distributed/fsdp.py; None = all weights on all ranks
-    folder: Path | None = None  # source of the weights
-    save_dtype: torch.dtype | None = None  # None = dtype of the weights
+    folder: Path | None = None  # folder with the loaded weights
+    save_dtype: torch.dtype | None = None  # None = current dtype
 
     def __init__(
         self,
         model_config: ModelConfig,
-        # vision tower class; argument: config.vision_config
+        # vision tower class, called with config.vision_config
         tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
@@ -42,23 +42,23 @@ class VisionLanguageModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """Return the blocks of vision tower and decoder, units of sharding and recomputation."""
+        """Return vision and decoder blocks: units for sharding and activation checkpointing."""
         return [*self.visual.blocks, *self.model.layers]
 
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
-        """Compute hidden states of a packed batch.
+        """Compute hidden states for a packed batch.
 
         Args:
             batch: N packed tokens.
-            attention: which tokens attend to each other; default: GroupAttention(batch.layout).
-            select: (S,) indices of the needed tokens, None = all N.
+            attention: default: GroupAttention(batch.layout).
+            select: (S,) token indices, None = all N.
         Returns:
-            (S, hidden_size) after the final norm, the input of `lm_head`.
+            (S, hidden_size) after the final norm, input for `lm_head`.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # cached if the tower is frozen
+            vision_embeds = batch.vision_embeds  # cached if the vision tower is frozen
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
@@ -67,7 +67,7 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Write the vision tower's output into the placeholder rows of x (N, hidden_size)."""
+    """Write vision tower outputs into the placeholder rows of x (N, hidden_size)."""
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
 
@@ -93,16 +93,15 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """Run all layers and the final norm.
 
-        After the last attention no token depends on another, so the last MLP sees only the selected tokens.
+        The last MLP sees only selected tokens: after the last attention, no token depends on another.
 
         Args:
             x: (N, hidden_size) token embeddings.
             position_ids: (3, N) from get_rope_index.
-            attention: which tokens attend to each other.
-            select: (S,) indices of the returned tokens, None = all N.
-            vision_index: (M,) positions of image tokens in x.
-            deep: DeepStack: deep[i] (M, hidden_size), from an inner block of the tower, is added to the image tokens
-                after layer i.
+            attention: computes attention and holds the KV cache.
+            select: (S,) token indices to return, None = all N.
+            vision_index: (M,) image token indices in x.
+            deep: for DeepStack, outputs (M, hidden_size) from inner tower blocks; layer i adds deep[i] to image tokens.
         Returns:
             (S, hidden_size) hidden states.
         """
@@ -115,7 +114,7 @@ class TextModel(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention: Qwen2 has biases on q, k and v, Qwen3 norms on q and k heads."""
+    """Grouped-query attention, with biases on q, k and v in Qwen2, and norms on q and k heads in Qwen3."""
 
     def __init__(self, model_config: ModelConfig, index: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Log-probabilities of completion tokens under policy, old policy or reference."""
+"""Log-probabilities for completion tokens, under policy, old policy or reference."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from minivlmrl.model.packing import GroupBatch
 
 
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of completion tokens, given the prompt and earlier tokens.
+    """Compute log-probabilities of completion tokens, given all tokens before.
 
-    Logits are computed in blocks, forward and again backward, so memory never holds (M, vocab_size). After filters
-    such as top_p, log-probabilities are normalized over the kept tokens.
+    Logits are computed in blocks, in forward and again in backward, so memory never holds (M, vocab_size). After
+    filters such as top_p, log-probabilities are normalized over the kept tokens.
 
     Args:
         batch: M completion tokens.
@@ -24,7 +24,7 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
 
 
 def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
-    """Compute the hidden states (M, hidden_size) that predict the completion tokens."""
+    """Compute hidden states (M, hidden_size) that predict completion tokens."""
     return model(batch, select=batch.layout.predict_index)
 
 

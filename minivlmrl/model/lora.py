@@ -1,9 +1,9 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. inject_adapters replaces linear layers of an
-existing model, so decoder, sampler and losses need no change.
+Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. Decoder, sampler and losses need no change, because
+inject_adapters replaces the linear layers in the model.
 
-Dimension letters: N tokens, r adapter rank.
+Dimensions: N tokens, r adapter rank.
 """
 
 import math
@@ -37,7 +37,7 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model and add LoRALinear layers, zero until init_adapters; with r = 0, do nothing."""
+    """Freeze a model and add LoRALinear layers, all zero before init_adapters; with r = 0, do nothing."""
     model.requires_grad_(not options.r)
     if not options.r:
         return
@@ -53,18 +53,18 @@ class LoRALinear(ReplacedLinear):
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
-        self.base = base  # a PackedLinear after quantize_base
+        self.base = base  # PackedLinear after quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         self.dropout = dropout  # LoRA dropout, as in adapter_config.json
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # set inside `with dropout(...)`
+        # set only inside `with dropout(...)`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute base plus adapter: x (N, in_features) -> (N, out_features) in the base dtype."""
+        """Compute base plus adapter: x (N, in_features) -> (N, out_features), in the base dtype."""
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
         if self.can_use_tf32(base_result):
@@ -90,7 +90,7 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Return the merged weight W + scaling * B A in the dtype of W; all ranks must call this."""
+        """Return the merged weight W + scaling * B A, in the dtype of W; all ranks must call this."""
         weight, update = self.weight_and_update()
         return (weight + update).to(weight.dtype)
 
@@ -105,8 +105,8 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products.
 
-    TF32 rounds factors to 11 significant bits and sums in float32. A bfloat16 x has 8, so it is not rounded. Forward
-    and backward switch TF32 on separately, because torch's setting is global.
+    TF32 rounds factors to 11 significant bits, so bfloat16 x (8 bits) stays exact, and sums in float32. Forward and
+    backward switch TF32 on separately, because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -137,16 +137,16 @@ class TF32Adapter(torch.autograd.Function):
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return {layer name: layer with an adapter}."""
+    """Return {layer name: adapted layer}."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout with probability p to adapter inputs inside a `with` block, not to base layers, as in PEFT.
+    """Drop adapter inputs with probability p inside a `with` block, but no base inputs, as in PEFT.
 
-    The mask depends only on `key` and the layer name, so activation checkpointing computes it again. Completions share
-    the mask of their prompt tokens.
+    The mask depends only on `key` and layer name, so activation checkpointing computes it again. Completions share the
+    mask of their prompt tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -158,10 +158,10 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Use 16-bit copies of float32 adapters on 16-bit layers inside a `with` block, on a GPU.
+    """Use 16-bit copies of float32 adapters inside a `with` block, on a GPU with a 16-bit base.
 
-    For the few tokens of a decoding step, a float32 adapter is slower than its 16-bit base. Merging would lose most
-    small updates to rounding. The copies keep their addresses, as CUDA graphs require.
+    A decode step has few tokens, and a float32 adapter is slower there than its 16-bit base. Merging would lose most
+    small updates to rounding. Copies keep their addresses, as CUDA graphs require.
 
     Yields:
         The copies, possibly none.
@@ -180,8 +180,8 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute the share of updated weights that differ from the base after a merge, from 0 to 1."""
-    # merged weights are rounded to the base dtype
+    """Compute which share of updated weights differs from the base after a merge, 0 to 1."""
+    # rounding to the base dtype can undo an update
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -191,7 +191,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """Describe the share of updates that survive rounding to 16 bits; all ranks must call this."""
+    """Say which share of updates survives rounding to 16 bits; all ranks must call this."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -203,7 +203,7 @@ def merge_note(model: nn.Module) -> str:
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
-    """Zero elements of x (N, in_features) with probability p, divide the rest by 1 - p."""
+    """Zero elements of x (N, in_features) with probability p, and divide others by 1 - p."""
     generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
@@ -223,7 +223,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers and all adapter bases to NF4.
 
-    LM head, embeddings, vision layers without adapters and not_quantized layers keep their dtype.
+    LM head, embeddings, vision layers without adapters, and not_quantized layers keep their dtype.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -237,7 +237,7 @@ def quantize_base(model: VisionLanguageModel):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    # imported late: few recipes quantize
+    # lazy import: few recipes quantize
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -257,7 +257,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Set parameters from full tensors of any dtype; ranks keep their own shard."""
+    """Set parameters from full tensors in any dtype; ranks keep their own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -269,10 +269,10 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the linear layers that an item of adapter.target selects."""
+    """Return the linear layers selected by an item of adapter.target."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets  # names of this family
+    kinds = family_of(model).adapter_targets  # names in this family
     try:
         pattern = re.compile(target)
     except re.error as error:
@@ -293,7 +293,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
-    """Replace a linear layer with a zero LoRALinear, discarding any old adapter."""
+    """Replace a linear layer with a zero LoRALinear, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

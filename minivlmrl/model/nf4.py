@@ -1,8 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-A block of 64 values has a scale, its largest absolute value. A value is divided by the scale and stored as the index of
-the nearest of 16 quantiles of a normal distribution. Scales are quantized, too ("double quantization"): minus their
-mean, in 8 bits. Together: 4.13 bits per value. Forward and backward passes unpack the weights again.
+Every 64 values have a scale, their largest absolute value. A value is divided by the scale and stored as the index of
+the nearest among 16 normal quantiles. Scales are quantized, too ("double quantization"): 8 bits, minus their mean.
+Total: 4.13 bits per value. Forward and backward unpack the weights again.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.model.plain_weights import PackedLinear, gather
 
-NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 precision
+NF4 = (  # 16 normal quantiles, QLoRA paper appendix, in float32 precision
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# cached per GPU: CUDA graphs do not allow a blocking copy from the host
+# cached per GPU, because CUDA graphs forbid blocking copies from the CPU
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
@@ -50,14 +50,14 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
     scales = value_blocks.abs().amax(2)  # (rows, blocks)
-    normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
+    normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, values)
     boundaries = (code[:-1] + code[1:]) / 2
     nearest_indices = torch.bucketize(normalized, boundaries, out_int32=True)
     return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute float32 values (rows, n) from quantized indices and scales."""
+    """Compute float32 values (rows, n) from indices and scales."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
@@ -65,7 +65,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantize a weight to NF4, two values per byte, and its scales to 8 bits.
 
     Returns:
-        `packed` values, quantized scales `scale_indices` and `scale_scales`, and `offset`, the mean of the scales.
+        `packed` values, quantized scales `scale_indices` and `scale_scales`, and `offset`, the mean scale.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -82,7 +82,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return pack_nf4's result for a weight on the meta device."""
+    """Return pack_nf4's shapes and dtypes for a weight on the meta device."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
@@ -95,7 +95,7 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # 4096 blocks at a time fit into a CPU cache: 3 times as fast as all at once
+    # 4096 blocks at a time fit into CPU caches: 3 times faster than all at once
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values per byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -112,7 +112,7 @@ def unpack_nf4(
 
 
 class NF4Linear(PackedLinear):
-    """A frozen linear layer with an NF4 weight; sharding splits the values, but not the scales."""
+    """Frozen linear layer with an NF4 weight; sharding splits values, but not scales."""
 
     packed: nn.Parameter
     scale_indices: Tensor
@@ -120,7 +120,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # cached: a memory estimate packs thousands of meta tensors of equal shape
+        # cached: memory estimates pack thousands of meta tensors with equal shapes
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -135,7 +135,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # CPU offload: values are gathered in host memory, scales are on the GPU
+        # with CPU offload, values are gathered on the CPU, but scales are on the GPU
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

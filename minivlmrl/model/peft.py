@@ -26,11 +26,11 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolders that may contain an adapter: in a folder from PEFT, in a checkpoint, and in a run's folder
+# subfolders with an adapter: in a PEFT folder, in a checkpoint, in a run's folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# fields of adapter_config.json that would change the results; an adapter that sets one of them is rejected
+# settings in adapter_config.json that would change the results, and are rejected
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
@@ -39,12 +39,12 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """The fields that are read from adapter_config.json; layer names and ranks are read from the tensors."""
+    """Fields read from adapter_config.json; layer names and ranks come from the tensors."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # maps the end of a layer's name to the layer's alpha; PEFT's regular expressions are not supported
+    # {end of layer name: alpha}; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -85,7 +85,7 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True for an adapter without a whole model."""
+    """Return True for a folder with an adapter but no whole model."""
     if (Path(folder) / "config.json").is_file():
         return False
     return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
@@ -104,7 +104,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Read the rank, alpha and layers of the adapter in a folder, as options of the recipe section `adapter`."""
+    """Read rank, alpha and layers of a saved adapter, as options for the recipe section `adapter`."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
@@ -138,7 +138,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
-    """Read {layer: (r, scaling)} and {parameter name: weight}."""
+    """Read a PEFT folder: {layer: (r, scaling)} and {parameter name: weight}."""
     folder = find_adapter(folder)
     with unchanged(folder):
         config = _read_config(folder / CONFIG)
@@ -155,7 +155,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
                 if match is None:
                     raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
                 layer_name, kind = match.groups()
-                layer_name = hub_name(layer_name)  # names vary by transformers release
+                layer_name = hub_name(layer_name)  # names depend on the transformers release
                 layer_pairs.setdefault(layer_name, {})[kind] = tensor
                 weights[f"{layer_name}.{kind}"] = tensor
             if not layer_pairs:
@@ -206,7 +206,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather the adapters on all ranks, and return a function for one rank that writes a PEFT folder.
+    """Gather adapters on all ranks, and return a function with which one rank writes a PEFT folder.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.
@@ -218,7 +218,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes scaling = alpha / r, also for an adapter trained as rsLoRA
+    # scaling = alpha / r in PEFT; adapters trained as rsLoRA are saved this way, too
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

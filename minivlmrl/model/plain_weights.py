@@ -1,4 +1,4 @@
-"""Compute plain weights from shards, LoRA adapters (lora.py) and NF4 layers (nf4.py), as checkpoints store them."""
+"""Compute plain weights from shards, LoRA adapters (lora.py) and NF4 layers (nf4.py), for checkpoints."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# model part -> prefixes of weight names; the first match counts
+# {model part: weight name prefixes}; the first match counts
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # often tied
@@ -20,15 +20,15 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface for several weights that files store as one tensor."""
+    """Interface for weights stored as one tensor in files."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
 
 class ReplacedLinear(nn.Module):
-    """Base class of LoRA and NF4 layers, which replace a linear layer."""
+    """Base class for LoRA and NF4 layers, which replace a linear layer."""
 
-    shape: torch.Size  # of the plain weight
+    shape: torch.Size  # plain weight shape
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
@@ -37,7 +37,7 @@ class ReplacedLinear(nn.Module):
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a packed, frozen W, unpacked again in the backward pass."""
+    """Compute x W^T with a packed, frozen W, unpacked again in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -50,13 +50,13 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """Base class of frozen linear layers with a weight packed into fewer bits."""
+    """Base class for frozen linear layers with fewer bits per weight."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # of the unpacked weight
+        self.dtype = linear.weight.dtype  # unpacked weight dtype
         self.bias = linear.bias
         self.pack(linear.weight)
 
@@ -64,7 +64,7 @@ class PackedLinear(ReplacedLinear):
         """Pack a weight into this layer.
 
         Args:
-            take_shard: (packed weight, old parameter) -> this rank's shard. None = whole weight.
+            take_shard: (packed weight, old parameter) -> this rank's shard; None = whole weight.
         """
         raise NotImplementedError
 
@@ -81,13 +81,13 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# holders of a weight: parameter, LoRA or NF4 layer, or several stacked weights
+# what holds a weight: a parameter, a LoRA or NF4 layer, or several weights stored as one
 Weight = Tensor | ReplacedLinear | Stacked
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface of torch's DTensor, which is slow to import."""
+    """Interface like torch's DTensor, which is slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -127,7 +127,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return {name without adapters: base weight}."""
+    """Return {name: base weight}, with names as without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -138,7 +138,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return {name without adapters: weight}."""
+    """Return {name: weight}, with names as without adapters."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -147,7 +147,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy: the copy gets its own adapters and shares all other weights."""
+    """Return a memo for copy.deepcopy: copy only the adapters, and share all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]
@@ -155,5 +155,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the model part of a parameter or layer, such as "vision"."""
+    """Return the model part for a parameter or layer, such as "vision"."""
     return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

@@ -1,6 +1,6 @@
-"""Rotary position embeddings: M-RoPE in the decoder, 2-D rotary embeddings in the vision tower.
+"""Rotary position embeddings: M-RoPE in the decoder, 2-D in the vision tower.
 
-Dimension letters: N packed tokens, P patches, D head_dim, H heads.
+Dimensions: N packed tokens, P patches, D head_dim, H heads.
 """
 
 from functools import cache
@@ -16,34 +16,34 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 def get_rope_index(
     input_ids: Tensor, image_grid_thw: Tensor, model_config: ModelConfig, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
-    """Compute M-RoPE positions (time, height, width) of prompt tokens.
+    """Compute M-RoPE positions (time, height, width) for prompt tokens.
 
-    Text: three equal positions, rising by 1. Image: one time position; height and width count rows and columns of the
-    merged grid. Video: time positions in proportion to seconds. The text after an image or video continues at the
-    largest position plus 1.
+    Text: three equal positions, rising by 1. Image: one time position; height and width are row and column in the
+    merged grid. Video: time positions proportional to seconds. Text after an image or video continues at the largest position
+    plus 1.
 
-    Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
+    Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
 
-    Example: with 2 positions per second, a video's time steps at 0, 0.75 and 1.5 seconds get the positions 0, 1 and 3.
+    Example: with 2 positions per second, time steps at 0, 0.75 and 1.5 seconds get positions 0, 1 and 3.
 
     Args:
-        input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
+        input_ids: (N,) int64, one prompt with image and video placeholders expanded.
         image_grid_thw: (images and videos, 3) int64, patches in time, height, width, in placeholder order.
         second_per_grid_ts: (images and videos,) float32, seconds per time step. None = 1.
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later transformers compute other positions for videos, see docs/results.md.
+        4.51 and vLLM. Later transformers compute other video positions; see docs/results.md.
     """
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
     merge = model_config.vision_config.spatial_merge_size
-    pieces = []  # positions of ids[:done]
+    pieces = []  # positions for ids[:done]
     done = 0
-    position = 0  # of the next token
+    position = 0  # next position
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = done
@@ -59,7 +59,7 @@ def get_rope_index(
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, model_config.vision_config)
         pieces.append(grid + position)
-        position += int(grid.max()) + 1  # the largest position on any axis
+        position += int(grid.max()) + 1  # largest position on any axis, plus 1
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise UserError(
@@ -74,18 +74,18 @@ def _text_positions(first: int, count: int) -> Tensor:
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, vision_config: VisionConfig) -> Tensor:
-    """Return (3, tokens): time, row and column of merged tokens."""
+    """Return time, row and column per merged token: (3, tokens)."""
     time = torch.arange(t)
     # Qwen2-VL has no tokens_per_second: one position per time step
     if vision_config.tokens_per_second is not None:
-        # float32 as in training: float64 sometimes rounds to another position
+        # float32 as in the model's training: float64 sometimes rounds to another position
         time = (time * seconds * vision_config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of M-RoPE.
+    """Compute M-RoPE cosines and sines.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
@@ -102,10 +102,10 @@ def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dt
 def vision_rotary(
     image_grid_thw: Tensor, vision_config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of the 2-D rotary embedding of patches.
+    """Compute cosines and sines for the vision tower's 2-D rotary embedding.
 
-    A patch in row i and column j has the angles i * frequencies, then j * frequencies; time is not encoded. The 2 x 2
-    patches of a merged token are contiguous, as in pixel_values.
+    A patch in row i and column j has angles i * frequencies, then j * frequencies; time is not encoded. The 2 x 2
+    patches in a merged token are contiguous, as in pixel_values.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
@@ -125,14 +125,14 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (N, 1, D) of angles (N, D/2), the first half of the sines negated."""
+    """Return cosines and sines (N, 1, D) from angles (N, D/2), with the first half of the sines negated."""
     cos = angles.cos()
     sin = angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (a, b) = (x_i, x_{i+D/2}) of x (N, H, D) to (a cos - b sin, b cos + a sin)."""
+    """Rotate pairs (a, b) = (x_i, x_{i+D/2}) in x (N, H, D) to (a cos - b sin, b cos + a sin)."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -142,4 +142,4 @@ def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-_tensor = cache(torch.tensor)  # cached, so that a tuple is copied to each device only once
+_tensor = cache(torch.tensor)  # cached: copies a tuple only once per device

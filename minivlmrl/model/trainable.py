@@ -1,4 +1,4 @@
-"""Select which parameters of a model are trained."""
+"""Select which parameters are trained."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad: parts and layers in `freeze` are not trained."""
+    """Set requires_grad, False for parts and layers in `freeze`."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
@@ -33,12 +33,12 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
     Args:
         names: all parameter names.
     Raises:
-        ValueError: a range includes layers that the model lacks.
+        ValueError: the model lacks layers in a range.
     """
     prefixes = []
     for text in freeze:
         match = LAYERS.fullmatch(text)
-        if match is None:  # a part of the model
+        if match is None:  # not layers, but a model part
             continue
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
@@ -52,7 +52,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
 def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
     """Return True if parameter `name` is trained: not frozen, and an adapter if there are any.
 
-    A value model trains its value head, but no LM head.
+    A value model's head is trained, its LM head is not.
 
     Args:
         frozen_layers: from layer_prefixes.
@@ -65,5 +65,5 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
 
 
 def is_in_tower(name: str) -> bool:
-    """Return True for parameters of a vision tower."""
+    """Return True for vision tower parameters."""
     return "visual." in name

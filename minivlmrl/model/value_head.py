@@ -17,11 +17,11 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # head weights, in the backbone's folder
+HEAD_FILE = "score.safetensors"  # head weights, in the same folder as the backbone
 
 
 class ValueModel(nn.Module):
-    """A backbone with a linear head: one value per hidden state."""
+    """Backbone with a linear head: one value per hidden state."""
 
     def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Frozen] = (), weight: Tensor | None = None):
         super().__init__()
@@ -30,19 +30,19 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute values (M,) of the hidden states that predict completion tokens."""
+        """Compute values (M,) from the hidden states that predict completion tokens."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
 
 class ValueHead(nn.Linear):
-    """A linear head in the dtype of its weight, usually float32."""
+    """Linear head that computes in its weight dtype, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> ValueHead:
-    """Create a float32 value head, sharded if the model is.
+    """Create a float32 value head, sharded like the model.
 
     Args:
         weight: (1, hidden_size), None = zeros.
@@ -87,7 +87,7 @@ def check_value_model_folder(folder: str | Path):
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model; `options`: further arguments of load_model."""
+    """Load a value model; `options` as in load_model."""
     check_value_model_folder(folder)
     with unchanged(folder):
         return add_saved_head(load_model(folder, *options), folder)

@@ -1,9 +1,9 @@
-"""Vision tower: encodes image patches, and merges 2 x 2 patches into one decoder token.
+"""Vision tower: encode image patches, and merge 2 x 2 patches into one decoder token.
 
-The decoder (model/decoder.py) puts the output in place of the image placeholders. VisionTransformer is the tower of
-Qwen2.5-VL: window attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
+The decoder (model/decoder.py) puts the outputs in place of image placeholders. VisionTransformer is Qwen2.5-VL's tower:
+window attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
 
-Dimension letters: P patches of all images, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
+Dimensions: P patches in all images, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
 
 import math
@@ -22,11 +22,11 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # 16-bit values in 16 bytes
+ALIGNED = 8  # alignment for fast products: 8 values with 16 bits are 16 bytes
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP: down(silu(gate(x)) * up(x)), with biases only in the vision tower."""
+    """SwiGLU MLP, down(silu(gate(x)) * up(x)), with biases only in the vision tower."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -42,15 +42,15 @@ class MLP(nn.Module):
 
     def must_align(self, x: Tensor) -> bool:
         """Return True if a padded intermediate size is faster."""
-        # 16-bit rows of 3,420 values (Qwen2.5-VL) are not aligned to 16 bytes: cuBLAS is about 3 times slower
+        # rows with 3,420 16-bit values (Qwen2.5-VL) are not 16-byte aligned: cuBLAS is about 3 times slower
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP with zero-padded intermediate size."""
+        """Compute the MLP with a zero-padded intermediate size."""
 
-        # padded in each forward pass: checkpoints and shards keep the shapes of config.json
+        # padded in every forward pass, so that checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -60,14 +60,14 @@ class MLP(nn.Module):
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
-EPS = 1e-6  # of the vision norms
+EPS = 1e-6  # epsilon in vision norms
 
 
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window.
 
-    Windows of window_size pixels tile a frame from the top left; those at the right and bottom may be smaller.
-    Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
+    Windows with sides of window_size pixels tile a frame from the top left; at the right and bottom, they may be smaller.
+    Example: 3 x 5 merged tokens and windows with 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
@@ -86,14 +86,14 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # window side in merged tokens; whole frame without window attention
+        # window side in merged tokens; without window attention, the whole frame
         side = max(rows, cols)
         if vision_config.window_size:
             side = vision_config.window_size // merge // vision_config.patch_size
         windows_a_row = math.ceil(cols / side)
         window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
         window_col = torch.arange(cols) // side  # (cols,)
-        window = window_row * windows_a_row + window_col  # (rows, cols) window index per token
+        window = window_row * windows_a_row + window_col  # (rows, cols) window index per merged token
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -105,19 +105,19 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
 
 @dataclass
 class VisionLayout:
-    """Order, rotary angles and attention segments of a batch of patches."""
+    """Order, rotary angles and attention segments for a batch of patches."""
 
     order: Tensor  # (P,) window order -> index in pixel_values
     raster_order: Tensor  # (M,) raster order -> index in window order
     cos: Tensor  # (P, 1, 1, D) float32 rotary cosines, in window order
     sin: Tensor  # (P, 1, 1, D) float32 rotary sines, in window order
-    windows: Segments  # for blocks with window attention
-    frames: Segments  # for blocks in config.fullatt_block_indexes
+    windows: Segments  # attention segments for blocks with window attention
+    frames: Segments  # attention segments for blocks in config.fullatt_block_indexes
 
 
-# cached: policy and reference process the same images
+# cached, because policy and reference process the same images
 @lru_cache(maxsize=8)
-# autograd rejects tensors of inference mode, in which sampling runs
+# sampling runs in inference mode, but autograd rejects its tensors
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
@@ -139,13 +139,13 @@ def vision_layout(
 
 
 class VisionTower(nn.Module):
-    """Base class of all vision towers."""
+    """Base class for all vision towers."""
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings
-    # units of sharding and activation checkpointing
+    # units for sharding and activation checkpointing
     blocks: nn.ModuleList
-    merger: nn.Module  # part "merger"; other weights: part "vision"
+    merger: nn.Module  # weights in part "merger"; all others are in part "vision"
 
 
 class VisionTransformer(VisionTower):
@@ -157,12 +157,12 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(vision_config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos of a batch.
+        """Encode all images and videos in a batch.
 
-        A video patch covers two frames, and attends only to patches of the same two frames.
+        A video patch covers two frames, and attends only to patches in the same two frames.
 
         Args:
-            pixel_values: (P, patch_dim) of any floating dtype, in the order of patchify.
+            pixel_values: (P, patch_dim), any floating dtype, ordered as in patchify.
             image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
         Returns:
             (M, out_hidden_size) merged tokens, in raster order within an image or video.
@@ -174,12 +174,12 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # after merging: a quarter of the rows to reorder
+        # reorder after merging: a quarter of the rows
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of flattened patches, with the weight of a 3-D convolution as in checkpoints."""
+    """Linear projection for flattened patches; the weight is a 3-D convolution's, as in checkpoints."""
 
     def __init__(self, vision_config: VisionConfig):
         super().__init__()

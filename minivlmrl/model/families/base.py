@@ -1,4 +1,4 @@
-"""The base class of all model families."""
+"""Base class for model families."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,39 +16,39 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 
 
 class Family:
-    """What a model family does otherwise than Qwen2.5-VL; docs/developer_guide.md adds a family.
+    """How a model family differs from Qwen2.5-VL; docs/developer_guide.md adds a family.
 
-    Subclasses override layers, config.json, tensors of weight files, prompts and images.
+    Subclasses override layers, config.json, tensors in weight files, prompts and images.
     """
 
-    architecture: ClassVar[str]  # class in transformers, as in config.json
+    architecture: ClassVar[str]  # transformers class, as in config.json
 
     # ---- layers
     config_type: ClassVar[type[ModelConfig]] = ModelConfig
     vision_config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
-    # further values of adapter.target: {name: regular expression for layer names}
+    # further values for adapter.target: {name: regular expression for layer names}
     adapter_targets: ClassVar[Mapping[str, re.Pattern[str]]] = {}
-    not_quantized: ClassVar[tuple[str, ...]] = ()  # name endings of layers that keep their dtype
-    in_cuda_graphs: ClassVar[bool] = True  # False: shapes of a decode step depend on tensor values
-    in_vllm: ClassVar[bool] = True  # supported by extras/vllm.py
+    not_quantized: ClassVar[tuple[str, ...]] = ()  # name endings of layers that quantization skips
+    in_cuda_graphs: ClassVar[bool] = True  # False if shapes in a decode step depend on tensor values
+    in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports it
 
     # ---- config.json
-    vision_hidden_act: ClassVar[str] = "silu"  # activation of the vision tower
-    # {key of config.json: supported values}, outside vision_config
+    vision_hidden_act: ClassVar[str] = "silu"  # vision tower activation
+    # {key in config.json: supported values}, outside vision_config
     supported: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",), "use_sliding_window": (False,)}
 
     # ---- weights
-    # tensors are named after transformers' modules, see module_name
+    # tensor names are those of transformers' modules; see module_name
     files_have_module_names: ClassVar[bool] = False
-    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of unused tensors
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of tensors to ignore
 
     # ---- prompts and images
-    # the chat template adds a system message to prompts without one
+    # whether the chat template adds a system message to prompts without one
     default_system: ClassVar[bool] = True
-    # defaults of preprocessor_config.json
+    # defaults for preprocessor_config.json
     images: ClassVar[Mapping[str, Any]] = {}
-    box_space: ClassVar[str] = "resized"  # unit of boxes in answers, see data/boxes.py
+    box_space: ClassVar[str] = "resized"  # unit of answer boxes; see data/boxes.py
 
     def build_model(self, model_config: ModelConfig) -> VisionLanguageModel:
         """Build a model with uninitialized weights."""
@@ -58,14 +58,14 @@ class Family:
         return VisionTransformer(vision_config)
 
     def read_text(self, text: dict) -> dict:
-        """Convert keys of config.json, outside vision_config, to fields of `config_type`."""
+        """Convert keys in config.json, outside vision_config, to `config_type` fields."""
         return text
 
     def read_vision(self, vision: dict, where: str) -> dict:
-        """Convert keys of vision_config to fields of `vision_config_type`.
+        """Convert keys in vision_config to `vision_config_type` fields.
 
         Args:
-            where: path of config.json, for error messages.
+            where: config.json path, for error messages.
         """
         return vision
 
@@ -76,14 +76,14 @@ class Family:
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ModelConfig, file: Path
     ) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) of parameters in a weight file.
+        """Yield (name, tensor) for parameters in a weight file.
 
-        Families whose files store several parameters in one tensor override this and stack_tensors.
+        Families that store several parameters as one tensor override this and stack_tensors.
         """
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """Stack parameters that a file stores as one tensor, in place."""
+        """Stack parameters that files store as one tensor, in place."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Return True if layer `index` uses all its parameters for every token, so that all get a gradient."""
@@ -103,7 +103,7 @@ class Family:
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json, {} = copy of the loaded file.
+        """Return video_preprocessor_config.json, {} = copy the loaded file.
 
         Args:
             options: section data.video of the recipe.

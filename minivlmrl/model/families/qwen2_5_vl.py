@@ -1,4 +1,4 @@
-"""The family Qwen2.5-VL, whose vision tower is defined in model/vision.py."""
+"""Qwen2.5-VL; its vision tower is model/vision.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from minivlmrl.model.families.base import Family
 
 @dataclass(frozen=True)
 class Qwen2_5VisionConfig(VisionConfig):
-    """Config for Qwen2.5-VL's vision tower, in which most blocks use window attention."""
+    """Qwen2.5-VL's vision tower config; most blocks use window attention."""
 
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "rms_norm"
     window_size: Size | None = 112

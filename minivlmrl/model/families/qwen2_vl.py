@@ -1,4 +1,4 @@
-"""The family Qwen2-VL: the MLP in its vision tower, and the names in its config.json."""
+"""Qwen2-VL: the MLP in its vision tower, and its names in config.json."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,7 +27,7 @@ class QuickGELUMLP(nn.Module):
 
 @dataclass
 class Tower:
-    """Fields of Qwen2-VL's vision_config in config.json that have different names in the class VisionConfig."""
+    """Keys in Qwen2-VL's vision_config whose names differ from VisionConfig."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size in VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim

@@ -1,4 +1,4 @@
-"""Registry of the model families, and the names of their parameters in weight files."""
+"""Registry of model families, and parameter names in weight files."""
 
 import functools
 import re
@@ -7,7 +7,7 @@ from minivlmrl.load_extra import load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.base import Family
 
-FAMILIES = {  # model_type in config.json: subclass of Family
+FAMILIES = {  # {model_type in config.json: subclass of Family}
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl:Qwen2_5VL",
     "qwen2_vl": "minivlmrl.model.families.qwen2_vl:Qwen2VL",
     "qwen3_vl": "minivlmrl.extras.families.qwen3_vl:Qwen3VL",
@@ -15,7 +15,7 @@ FAMILIES = {  # model_type in config.json: subclass of Family
     "qwen3_vl_moe": "minivlmrl.extras.families.qwen3_moe:Qwen3VLMoe",
     "qwen3_5_moe": "minivlmrl.extras.families.qwen3_moe:Qwen3_5Moe",
 }
-CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tokens
+CONTROL_TOKENS = {  # {ModelConfig field: token}, for all families
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -27,7 +27,7 @@ CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tok
 
 @functools.cache
 def find_family(model_type: str) -> Family:
-    """Return the family that config.json names as its model_type."""
+    """Return the family for model_type in config.json."""
     return load_extra(FAMILIES[model_type], f"model_type {model_type}")()
 
 
@@ -36,7 +36,7 @@ def family_of(model: VisionLanguageModel) -> Family:
 
 
 def hub_name(name: str) -> str:
-    """Convert the name of a tensor in a weight file to the parameter's name in minivlmrl.
+    """Convert a tensor name in a weight file to the parameter name in minivlmrl.
 
     Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x.
     """
@@ -44,7 +44,7 @@ def hub_name(name: str) -> str:
 
 
 def module_name(name: str) -> str:
-    """Convert a parameter's name in minivlmrl to its name in transformers since 4.52."""
+    """Convert a parameter name in minivlmrl to that in transformers since 4.52."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)
