@@ -1,20 +1,17 @@
-"""Choose between the torch code and the Triton code of a kernel, and import Triton if possible.
+"""Choose between a kernel's torch and Triton code, and import Triton if possible.
 
-The torch code of a kernel runs on every device, and the tests compare the Triton code with the torch code. Triton runs
-on a GPU, or on a CPU in its interpreter, which executes the programs one after the other with numpy. The environment
-variable MINIVLMRL_KERNELS selects the path:
+Torch code runs on every device, and tests compare the Triton code with it. Triton runs on a GPU, or on a CPU in its
+interpreter, which executes programs one by one with numpy. The environment variable MINIVLMRL_KERNELS selects:
 
-    auto      (default) use Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise
-              torch
-    torch     always use the torch path
-    triton    always use Triton, and raise an error with the reason if Triton cannot run
+    auto      (default) Triton for float32, float16 and bfloat16 tensors on a GPU, else torch
+    torch     always torch
+    triton    always Triton; if it cannot run, raise an error with the reason
 
-Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, which takes about 10 s,
-and stores the errors on disk. If the check fails, or the kernel's relative error is above 2 %, PyTorch replaces the
-kernel, and a warning is printed. With MINIVLMRL_KERNELS=triton, an error is raised instead. The environment variable
-MINIVLMRL_SELF_TEST can switch off the check:
+Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64, which takes about 10 s, and
+stores the errors on disk. If a check fails, or the relative error is above 2 %, PyTorch replaces the kernel, with a
+warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST can disable the check:
 
-    1         (default) check the kernels once for each GPU model, driver, version and source
+    1         (default) check once per GPU model, driver, version and source
     0         use all kernels without a check
 """
 
@@ -30,9 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# The kernel files import tl and triton from backend.py, which has two substitutes for use without Triton. Importing
-# Triton takes 70 MiB, so Triton is imported only if there is a GPU, if it was already imported, or if an environment
-# variable requests it.
+# Kernel files import tl and triton from here; these are substitutes without Triton. Importing Triton takes 70 MiB, so
+# it is imported only with a GPU, on request by an environment variable, or if it already was.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -41,23 +37,22 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
     triton = import_module("triton")
     tl = import_module("triton.language")
 
-# True if Triton runs in its interpreter. Triton reads TRITON_INTERPRET only when it is imported, so setting the
-# variable later has no effect.
+# True in Triton's interpreter; Triton reads TRITON_INTERPRET only at import
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
-# dtypes that the kernels accept for their inputs; all kernels sum in float32
+# input dtypes of the kernels; all kernels sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
-    """Choose a kernel's backend from the environment variable MINIVLMRL_KERNELS and a tensor's device and dtype.
+    """Choose a kernel's backend from MINIVLMRL_KERNELS and a tensor's device and dtype.
 
     Args:
-        kernel: a name in KERNELS.
+        kernel: key in KERNELS.
     Raises:
-        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
-            be used.
+        ValueError: unknown value in an environment variable, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
+        run.
     """
     choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
     if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
@@ -85,10 +80,10 @@ def _setting(name: str, *values: str) -> str:
 
 
 def _rejection(device: torch.device, kernel: str) -> str | None:
-    """Return the reason why a kernel failed its check on a GPU, or None."""
+    """Return why a kernel failed its check on a GPU, None if it passed."""
     if _setting("MINIVLMRL_SELF_TEST", "1", "0") == "0" or device.type != "cuda":
         return None
-    from minivlmrl.kernels.verdicts import rejected_kernels  # imported here, because only a GPU needs the verdicts
+    from minivlmrl.kernels.verdicts import rejected_kernels  # lazy import: only a GPU needs verdicts
 
     try:
         reason = rejected_kernels(device.index, KERNELS).get(kernel)
@@ -106,7 +101,7 @@ def _warn(message: str) -> None:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why Triton cannot run for a device and a dtype, or None if it can."""
+    """Return why Triton cannot run on a device with a dtype, None if it can."""
     if not INSTALLED:
         package = "triton-windows" if sys.platform == "win32" else "triton"
         return f"Triton is not installed; run pip install {package}"
@@ -114,7 +109,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the tensor has the dtype {dtype}, but the kernels support only float32, float16 and bfloat16"
     if device.type == "cpu" and INTERPRETED:
         return None
-    if device.type != "cuda":  # ROCm devices also have the type "cuda"
+    if device.type != "cuda":  # ROCm devices also have type "cuda"
         return (
             f"the tensor is on the device {device}, which is not a GPU; to run Triton's "
             "interpreter on a CPU, set TRITON_INTERPRET=1 before Python starts"
@@ -126,7 +121,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_before_ampere(device: torch.device) -> bool:
-    """Return True for NVIDIA GPUs before the A100: their compute capability is below 8.0, and they lack bfloat16."""
+    """Return True for NVIDIA GPUs before the A100: compute capability below 8.0, no bfloat16."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 
@@ -134,17 +129,14 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # every error counts, because a kernel launch would raise it too
+    except Exception as error:  # any error: a kernel launch would raise it, too
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device.
-
-    A copy to a GPU goes through pinned memory, so that the host does not wait for the copy.
-    """
+    """Copy a tensor to a device, to a GPU from pinned memory, so that the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:
@@ -155,5 +147,5 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device, which represents a GPU in memory estimates."""
+    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

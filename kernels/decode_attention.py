@@ -1,4 +1,4 @@
-"""Triton kernels for attention in decoding, with one new token per row (running completion).
+"""Triton kernels for decoding attention, one new token per row (unfinished completion).
 
 A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
@@ -6,12 +6,12 @@ Derivation. The keys are divided into parts. For part j, with scores s_i = q k_i
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-All parts are computed at once, because they are independent. With e_j = m_j + log2 l_j,
+All parts are computed at once, because they are independent. With e_j = m_j + log2 l_j, a second, small kernel computes
+attention over all keys:
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the attention to all keys, computed by a second, small kernel. To read a key only once, a program handles up to 64
-queries with the same keys.
+To read keys only once, a program handles up to 64 queries with the same keys.
 
 Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 2024) for shared keys.
 """
@@ -25,9 +25,9 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target number of programs: about one per multiprocessor
+# target number of programs, about one per multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum parts of the keys
+MAX_PARTS = 32  # maximum number of key parts
 TILE = 64  # maximum queries per program
 KEY_BLOCK = 32  # keys read at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # warps per program, by head_dim
@@ -39,8 +39,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute attention (TILE, D) and base-2 log-sum-exps (TILE,) of queries."""
-    # finite start of the running maximum: -inf - (-inf) is NaN
+    """Compute attention (TILE, D) and base-2 log-sum-exps (TILE,) for queries."""
+    # finite initial maximum: -inf - (-inf) would be NaN
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -60,7 +60,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # no 0 / 0 in a part of masked keys
+    # avoids 0 / 0 if all keys in a part are masked
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -70,8 +70,8 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store outputs and log-sum-exps of up to 64 queries over one part of the keys."""
-    num_queries = group_rows * HEADS  # query heads that share the keys
+    """Store outputs and log-sum-exps for up to 64 queries over one part of the keys."""
+    num_queries = group_rows * HEADS  # queries with the same keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
     tile = program % tiles
@@ -108,7 +108,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute attention to one part of the keys of a prompt or completion."""
+    """Compute attention over one part of the keys, from a prompt or a completion."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -117,7 +117,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # keys of one completion: group_rows is 1
+        # completion keys are not shared: group_rows is 1
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -126,7 +126,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Merge the outputs of all parts."""
+    """Merge outputs from all parts."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -141,13 +141,13 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if the kernels support queries q (R, H, D)."""
+    """Return True if the kernels support q (R, H, D)."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
 
 class WorkSplit(NamedTuple):
-    """Division of queries and keys among Triton programs."""
+    """How queries and keys are divided among Triton programs."""
 
     tile: int  # queries per program
     part_keys: int  # keys per part
@@ -156,9 +156,9 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide keys k (B, K, T, D) and their queries among about 128 programs."""
+    """Divide keys k (B, K, T, D) and their queries among about PROGRAMS programs."""
     (B, K, T, _) = k.shape
-    # matrix instructions need 16 rows
+    # at least 16 rows, as matrix instructions need
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
@@ -170,15 +170,14 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention of the newest tokens to their prompts and completions, as DecodeAttention, if `fits`.
+    """Compute attention from new tokens to their prompts and completions; see DecodeAttention. Requires `fits`.
 
     Args:
         q: (R, H, D), R / B consecutive rows per prompt.
-        k, v: (B, K, P, D) keys and values of prompts, contiguous.
+        k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P), 0 = key, -inf = padding, at the end.
-        own_k, own_v: (R, K, C, D) keys and values of rows, contiguous.
-        own_bias: (R, C) with any stride between rows, 0 = key, -inf = not yet written, at the end. The first key of a
-            row must be written.
+        own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
+        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Every row has a key.
     Returns:
         (R, H, D) attention outputs.
     """

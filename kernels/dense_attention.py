@@ -16,18 +16,18 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from minivlmrl.kernels.backend import is_before_ampere
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# On a CPU, separate matrix products are twice as fast as PyTorch's fused kernel up to 128 keys and head dimension 64.
+# CPU: up to 128 keys and head dimension 64, separate matrix products are twice as fast as PyTorch's fused kernel
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
-# cuDNN's attention: NaN gradients with a mask (pytorch 196678), wrong with fewer than 8 key heads (pytorch 193893)
+# cuDNN: NaN gradients with a mask (pytorch 196678), wrong results below 8 key heads (pytorch 193893)
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index] (*index.shape, ...) for x (N, ...), with a fast backward pass.
 
-    On a CPU, the backward pass of F.embedding is 17 times faster than that of x[index]. On a GPU, F.embedding can give
-    wrong gradients for more than 1,024 indices (pytorch issue 187687).
+    F.embedding's backward is 17 times faster on a CPU, but can give wrong gradients on a GPU above 1,024 indices
+    (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -35,13 +35,13 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Select the rows x[index], with a backward pass that copies gradients instead of adding them.
+    """Select rows x[index], with a backward pass that copies gradients instead of adding them.
 
     Args:
-        x: (N, ...), the rows.
-        index: the indices of the rows to select.
-        back: (N,), the position of each row in the result; None if no row is selected twice. If a row is selected
-            several times, only the position in `back` may have a gradient other than 0.
+        x: (N, ...)
+        index: row indices, possibly repeated.
+        back: (N,) position of each row in the result, None without repeats. If a row is repeated, only the position in
+            `back` may have a nonzero gradient.
     """
 
     @staticmethod
@@ -59,15 +59,14 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute softmax(q k^T D^-1/2) v, where several query heads can share a key head.
+    """Compute softmax(q k^T D^-1/2) v; several query heads may share a key head.
 
     Args:
-        q: (S, H, L, D), queries: sequences, query heads, queries, head dimension.
-        k, v: (S, K, T, D), keys and values: sequences, key heads, keys, head dimension. K must divide H.
-        is_causal: if True, query i attends to the keys 0..T-L+i, so the last query attends to all keys. L must be at
-            most T.
+        q: (S, H, L, D), sequences, query heads, queries, head dimension.
+        k, v: (S, K, T, D), sequences, key heads, keys, head dimension. K must divide H.
+        is_causal: if True, query i attends to keys 0..T-L+i, so the last query attends to all. Requires L <= T.
     Returns:
-        The attention outputs (S, H, L, D).
+        (S, H, L, D) attention outputs.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
@@ -76,14 +75,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # The last query must attend to the last key. F.scaled_dot_product_attention with is_causal=True would let the
-        # first query attend to the first key only.
+        # last query with all keys; in F.scaled_dot_product_attention, is_causal=True gives the first query only one key
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
     if is_causal and L == T:
         if not has_flash_attention(q, k, v):
-            # SDPA's memory-efficient kernel, which stores no scores, needs as many key heads as query heads.
+            # SDPA's memory-efficient kernel, which stores no scores, needs equal numbers of heads
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, mask = stack_queries(q, k, is_causal)
@@ -92,7 +90,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Join the queries of the H/K heads that share a key head: (S, H, L, D) -> (S, K, H/K*L, D)."""
+    """Join queries of the H/K heads with the same key head: (S, H, L, D) -> (S, K, H/K*L, D)."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]
@@ -103,28 +101,27 @@ def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor
 
 
 def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention with separate matrix products, which store all scores."""
+    """Compute attention with separate matrix products, which store all scores."""
     L = q.shape[2]
     q, mask = stack_queries(q, k, is_causal)
-    # (S, K, H/K*L, T): the attention weights
+    # (S, K, H/K*L, T) attention weights
     weights = attention_scores(q, k, mask).softmax(-1).to(q.dtype)
     return (weights @ v).unflatten(2, (-1, L)).flatten(1, 2)
 
 
 class FlashOutput(NamedTuple):
-    """flash_attention's results."""
+    """Results of flash_attention."""
 
-    out: Tensor  # (S, H, L, D), the attention outputs, on a CPU at least in float32
-    lse: Tensor  # (S, H, L), log-sum-exp over each query's scores, at least in float32
-    state: tuple  # arguments for a GPU's backward pass: lengths and an unused random state
+    out: Tensor  # (S, H, L, D) attention outputs, on a CPU at least float32
+    lse: Tensor  # (S, H, L) log-sum-exp of scores, at least float32
+    state: tuple  # GPU backward arguments: lengths and an unused random state
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
+    """Return True if flash_attention supports device, dtype and head dimension.
 
-    Tensors on the meta device are treated like tensors on an NVIDIA GPU, because the memory estimate uses the meta
-    device. has_flash_attention is False on Apple GPUs, where PyTorch's attention kernel returns no log-sum-exp, and on
-    AMD GPUs, where the log-sum-exp is not tested.
+    The meta device counts as an NVIDIA GPU, for memory estimates. False on Apple GPUs, where PyTorch returns no
+    log-sum-exp, and on AMD GPUs, where it is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -135,13 +132,13 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
-    """Compute attention with PyTorch's fused kernel, outside autograd, and also return log-sum-exps.
+    """Compute attention and log-sum-exps with PyTorch's fused kernel, outside autograd.
 
-    On a CPU, 16-bit inputs are converted to float32, so that the backward pass gets an unrounded attention output.
+    On a CPU, 16-bit inputs are converted to float32, so that backward gets unrounded outputs.
 
     Args:
-        q, k, v: as in dense_attention; has_flash_attention must be True for them.
-        is_causal: if True, query i attends to the keys 0..i. L and T must then be equal.
+        q, k, v: as in dense_attention, if has_flash_attention.
+        is_causal: if True, query i attends to keys 0..i. Requires L = T.
     """
     if q.device.type == "cuda":
         results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
@@ -153,7 +150,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
-    """Convert 16-bit tensors on a CPU to float32; all other tensors are returned unchanged."""
+    """Convert 16-bit tensors on a CPU to float32."""
     if inputs[0].device.type != "cpu":
         return [*inputs]
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
@@ -162,29 +159,28 @@ def with_more_digits(*inputs: Tensor) -> list[Tensor]:
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashOutput, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
+    """Compute q, k and v gradients with PyTorch's fused backward kernel.
 
-    `k` and `v` may be only a part of the keys and values, if `result` is the attention to all keys: the backward kernel
-    computes each attention weight as exp(score - log-sum-exp over all keys).
+    `k` and `v` may be part of the keys and values if `result` is for all: the kernel recomputes attention weights as
+    exp(score - log-sum-exp).
 
-    The gradient of a score is weight * (g . value - g . output), where g is the upstream gradient. If one key has
-    nearly all the attention weight, g . value and g . output are nearly equal. An output rounded to 16 bits then makes
-    the difference inexact.
+    A score's gradient is weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
+    weight, g . value and g . output are nearly equal, so an output rounded to 16 bits would make the difference
+    inexact.
 
     Args:
-        grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
-        result: flash_attention's results for all keys, with the state for k and v.
+        grad: (S, H, L, D) upstream gradient, with contiguous last axis.
+        result: flash_attention's results over all keys, but with the state for k and v.
     """
     out, lse, state = result
-    lse = lse.contiguous()  # the kernel on a GPU does not read the strides
+    lse = lse.contiguous()  # the GPU kernel ignores strides
     if q.device.type == "cuda":
         (queries, keys, max_queries, max_keys, seed, offset) = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # PyTorch's attention kernel on a CPU sums the k and v gradients in their own dtype, and bfloat16 would lose
-    # precision.
+    # float32: PyTorch's CPU kernel sums k and v gradients in their own dtype
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)
@@ -192,16 +188,16 @@ def flash_attention_backward(
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the scores q k^T D^-1/2 + mask: (..., L, T), in float32 (float64 for float64 inputs).
+    """Compute scores q k^T D^-1/2 + mask: (..., L, T), in float32 (float64 for float64 inputs).
 
     Args:
-        q: (..., L, D), queries.
-        k: (..., T, D), keys.
-        mask: 0 or -inf, either (L, T) or with as many dimensions as the scores.
+        q: (..., L, D)
+        k: (..., T, D)
+        mask: 0 or -inf, (L, T) or with as many dimensions as the scores.
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        # The scale D^-1/2 multiplies the float32 scores, because scaled bfloat16 queries would be rounded again.
+        # scale float32 scores, not queries, which would be rounded again
         scores = float32_matmul(q, k.mT)
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)

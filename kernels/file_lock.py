@@ -1,17 +1,16 @@
-"""Lock a file, so that only one process at a time checks the kernels, or writes into a run's folder."""
+"""File locks: only one process at a time checks the kernels, or writes into a run's folder."""
 
 from importlib.util import find_spec
 from typing import IO
 
 
 def lock_file(file: IO, wait: bool) -> None:
-    """Lock an open file until the file is closed.
+    """Lock an open file until it is closed.
 
     Args:
-        wait: whether to wait until no other process has locked the file. On Windows, the function never waits.
-
+        wait: wait for other processes; never on Windows.
     Raises:
-        BlockingIOError: another process has locked the file, and `wait` is False.
+        BlockingIOError: another process has the lock, and `wait` is False.
     """
     if find_spec("fcntl"):
         import fcntl
@@ -21,7 +20,7 @@ def lock_file(file: IO, wait: bool) -> None:
         import msvcrt
 
         try:
-            # pyright's error is ignored, because pyright on Linux does not find the functions in msvcrt
+            # pyright on Linux does not know msvcrt's functions
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
         except OSError as error:  # PermissionError or EDEADLK
             raise BlockingIOError(*error.args) from error

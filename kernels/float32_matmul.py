@@ -1,8 +1,7 @@
-"""Matrix products from bfloat16 or float16 tensors with float32 results.
+"""Products of bfloat16 or float16 matrices with float32 results.
 
-GPUs sum the products of a bfloat16 matrix multiplication in float32; float32_matmul returns the sum unrounded. Rounding
-to bfloat16 would change a logit near 20 by up to 0.06. Qwen2.5 has attention scores near 220, which rounding would
-change by up to 0.5.
+GPUs sum bfloat16 products in float32; float32_matmul returns that sum unrounded. Rounding to bfloat16 would change
+logits near 20 by up to 0.06, and Qwen2.5's attention scores near 220 by up to 0.5.
 """
 
 import warnings
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import is_before_ampere
 
-COLUMNS = 2048  # columns of b that are converted at once
+COLUMNS = 2048  # columns of b to convert at once
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute a @ b with a float32 result (float64 for float64 inputs).
+    """Compute a @ b in float32 (float64 for float64 inputs).
 
     Args:
-        a, b: matrices, or batches of matrices with the same leading dimensions.
-        out: memory for the result; only supported for matrices.
+        a, b: matrices, or batches with equal leading dimensions.
+        out: memory for the result, only for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == out_dtype or not has_float32_products(a.device):
@@ -38,10 +37,10 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def has_float32_products(device: torch.device) -> bool:
     """Return True if a device multiplies 16-bit matrices with a float32 result.
 
-    NVIDIA GPUs with compute capability 8.0 or higher do. The code was never run on an older GPU, so a small product is
-    tried there. If it fails, a warning says that float32 copies of the matrices are used instead.
+    True for NVIDIA GPUs since compute capability 8.0. Older GPUs are untested here, so a small product is tried; if it
+    fails, float32 copies are used instead, with a warning.
     """
-    # torch.mm, torch.bmm and torch.addmm support the argument out_dtype only on CUDA.
+    # torch.mm, bmm and addmm have out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:
         return False
     if not is_before_ampere(device):
@@ -64,7 +63,7 @@ def has_float32_products(device: torch.device) -> bool:
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    # A float32 copy of a whole LM head can take 0.5 GB, so `b` is converted in blocks of columns.
+    # convert `b` in blocks: a float32 copy of a whole LM head can take 0.5 GB
     if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
         return torch.matmul(a, b.to(a.dtype), out=out)
     if out is None:
@@ -78,8 +77,7 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's TF32 setting is global, so a `with tf32_products()` block should contain nothing but matrix products.
-    Products on a CPU do not change.
+    PyTorch's setting is global, so the block should contain only matrix products. CPU products do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

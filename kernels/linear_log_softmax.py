@@ -5,16 +5,15 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-The logits (M, V) are computed block by block. The forward pass keeps three numbers per token: the largest logit, the
-sum of exponentials and the entropy. The backward pass recomputes a block, overwrites it with its gradient, and skips
-tokens without a gradient (zero advantage, clipped ratio).
+Logits (M, V) are computed in blocks. Forward keeps three numbers per token: largest logit, sum of exponentials,
+entropy. Backward recomputes a block, overwrites it with its gradient, and skips tokens without gradient (zero
+advantage, clipped ratio).
 
-A block fits into the processor's cache: a few tokens and the whole vocabulary on a CPU; up to 4,096 tokens and at least
-2,048 ids in Triton, whose backward pass then needs a float32 copy of the head's gradient for one part of the vocabulary
-only.
+Blocks fit into the processor's cache: on a CPU, a few tokens and the whole vocabulary; in Triton, up to 4,096 tokens
+and at least 2,048 ids. Then backward needs a float32 copy of the head's gradient for only one part of the vocabulary.
 
-Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Their gradient is then rounded
-to bfloat16, but gradients of hidden states and head are summed in float32.
+Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Their gradient is rounded to
+bfloat16, but gradients of hidden states and head are summed in float32.
 """
 
 import torch
@@ -33,10 +32,10 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# bytes of a float32 block on a CPU, in 32 to 256 rows
+# bytes per float32 block on a CPU, with 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum rows of a torch block on a GPU
-# maximum rows of a Triton block: 34 MB in float32 with 2,048 ids
+GPU_ROWS = 512  # maximum rows per torch block on a GPU
+# maximum rows per Triton block: 34 MB in float32 with 2,048 ids
 TILE = 4096
 
 
@@ -44,7 +43,7 @@ class Pieces:
     """Compute logits from hidden states (M, D) and head (V, D), in blocks of tokens and ids.
 
     Args:
-        mask: sampling mask of linear_log_softmax; (2, 0) allows all ids.
+        mask: sampling mask as in linear_log_softmax; (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
@@ -58,17 +57,17 @@ class Pieces:
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # one tile in torch
         self.hidden = hidden
-        # CPU: no bfloat16 product with a float32 result in PyTorch
+        # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # memory of all blocks: new allocations cause page faults
+        # shared by all blocks, because new allocations cause page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute a block of logits (m, width), overwritten by the next block."""
+        """Compute a block of logits (m, width), which the next block overwrites."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -91,7 +90,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute the gradient of a block (m, width), in the dtype of the hidden states."""
+        """Compute a block's gradient (m, width), in the hidden states' dtype."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -104,10 +103,9 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the width of a Triton block: 2,048 ids for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # fewer rows, more ids: small products do not keep a GPU busy; above 8,192 ids, the head's float32 gradient is too
-    # large
-    step = TILE // 4  # 1,024: GPUs divide the products evenly
+    """Return the ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
+    # Fewer rows, more ids: small products do not fill a GPU. Above 8,192 ids, the head's float32 gradient is too large.
+    step = TILE // 4  # 1,024, which GPUs divide evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
 
@@ -121,7 +119,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set logits z (m, width) to -inf, except at (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # ids of other blocks go into one extra, unused element
+    # ids outside this block go into one extra, unused element
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -132,10 +130,10 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Join the sampling masks of completions.
 
     Args:
-        ids: (M,) tokens of all completions.
-        masks: per completion, (number of allowed ids per token, allowed ids, concatenated).
+        ids: (M,) tokens in all completions.
+        masks: per completion, (allowed ids per token, allowed ids, concatenated).
     Returns:
-        (2, K) pairs (token index 0..M-1, allowed id).
+        (2, K), pairs (token index 0..M-1, allowed id).
     """
     if not masks:
         return ids.new_empty(2, 0)
@@ -143,7 +141,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # own ids are allowed, too: tokens of tools have no others
+    # plus the tokens themselves: tool tokens have no other allowed id
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -156,24 +154,24 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place; `total` is float32 or float64, the factors may have 16 bits."""
+    """Add a @ b to `total` in place; `total` is float32 or float64, a and b may have 16 bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif has_float32_products(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # no 16-bit product with a float32 result on this device
+        # this device has no 16-bit product with float32 result
         total += a @ b
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add gradients of hidden states (M, D) and head (V, D) to the two tensors in `grads`; None is skipped."""
+    """Add gradients of hidden states (M, D) and head (V, D) to the tensors in `grads`, where None is skipped."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy for an equal dtype
+            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy if the dtype is equal
         for rows in pieces.rows:
             saved_rows = select_rows(saved, rows)
             dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
@@ -185,7 +183,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# extras/memory/estimate.py adds piece_bytes: custom operators hide the blocks from it
+# memory estimates do not see blocks inside a custom operator: extras/memory/estimate.py adds piece_bytes
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -206,11 +204,11 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and head, empty if not needed."""
+    """Return gradients of hidden states and head, empty if not needed."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # CPU: without tokens that have no gradient; on a GPU, the host would wait for their number, and a sampling mask
-    # contains token indices
+    # Skip tokens without gradient, only on a CPU: on a GPU, the CPU would wait for their number. Not with a sampling
+    # mask, which contains token indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -255,15 +253,15 @@ _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setu
 def linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, sampling_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of given tokens, and entropies, of softmax(hidden @ weight.T / temperature).
+    """Compute log-probabilities of given tokens, and entropies, under softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: (M, D) hidden states that predict the tokens.
         weight: (V, D) LM head, same dtype as `hidden`.
         ids: (M,) int64 tokens to score.
         temperature: logit divisor, above 0.
-        sampling_mask: (2, K) int64 pairs (token index 0..M-1, id that could be sampled there, for example after top-k).
-            The softmax of a token is over its ids, which must include the token itself. None = whole vocabulary.
+        sampling_mask: (2, K) int64, pairs (token index 0..M-1, id that could be sampled there, for example after
+            top-k). A token's softmax is over its ids, which must include the token itself. None = whole vocabulary.
     Returns:
         Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is
@@ -283,8 +281,8 @@ def linear_log_softmax(
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a block of logits and its gradient on a GPU."""
-    # Triton: 4 bytes per logit, overwritten by a float32 gradient; 2 more for a 16-bit gradient
+    """Return the bytes for a block of logits and its gradient on a GPU."""
+    # Triton: 4 bytes per logit, overwritten by a float32 gradient, plus 2 for a 16-bit gradient
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)
@@ -296,8 +294,8 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute log sum_j p_j^2 for p = softmax(hidden @ weight.T), outside autograd.
 
     Args:
-        hidden: (M, D), hidden states.
-        weight: (V, D), the LM head's weight.
+        hidden: (M, D) hidden states.
+        weight: (V, D) LM head.
     Returns:
         (M,) in nats, at most 0.
     Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.

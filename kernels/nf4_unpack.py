@@ -1,9 +1,8 @@
-"""Triton kernel that unpacks NF4 weights (4 bits each) in one pass over the memory.
+"""Triton kernel that unpacks NF4 weights (4 bits each) in one pass over memory.
 
-An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
-share a scale. A block stores an 8-bit index into a table of 256 numbers, and the block's scale is table[index] *
-group_scale + offset. 256 blocks share the float32 number group_scale. To unpack NF4 weights to bfloat16, the Triton
-kernel moves 2.6 bytes per weight, whereas separate torch operations move 24 bytes.
+A byte holds two indices into a table with 16 values, the first in the upper 4 bits. 64 values, a block, share a scale:
+table[index] * group_scale + offset, with an 8-bit index into a table with 256 numbers. 256 blocks share group_scale, a
+float32. Unpacking to bfloat16 moves 2.6 bytes per weight; separate torch operations move 24.
 """
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import tl, triton
 
-BLOCK = 64  # values that share a scale
-GROUP = 256  # blocks whose scales share a float32 scale
-BYTES = 1024  # bytes that a program unpacks: 16 bfloat16 values per thread, in two writes
+BLOCK = 64  # values per scale
+GROUP = 256  # blocks per group_scale
+BYTES = 1024  # bytes per program: 16 bfloat16 values per thread, in two writes
 constexpr = tl.constexpr
 
 
@@ -35,14 +34,14 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 
 
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
-    """Unpack n NF4 values into a tensor (n,) with the given dtype.
+    """Unpack n NF4 values: (n,) in `dtype`.
 
-    The values are bit-identical to those of model/nf4.py, because the kernel multiplies and adds in two separate steps.
+    Bit-identical to model/nf4.py, because the kernel multiplies and adds in two separate steps.
 
     Args:
-        packed: (n / 2,), bytes with two values each.
+        packed: (n / 2,) bytes with two values each.
         indices, scales, offset: scale_indices, scale_scales and offset from pack_nf4 in model/nf4.py.
-        tables: the scale table (256,) and the value table (16,).
+        tables: scale table (256,) and value table (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

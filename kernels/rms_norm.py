@@ -1,11 +1,11 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with statistics in float32.
 
-Derivation of the backward pass. With r = (mean(x^2) + eps)^-1/2, n = x r, and the upstream gradient g,
+Derivation of backward. With r = (mean(x^2) + eps)^-1/2, n = x r, and the upstream gradient g,
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-RMSNorm saves only the input x and one scale per row for the backward pass. Without its own backward pass, RMSNorm would
-save four tensors as large as x, and take 1.5 times as long.
+Only x and one scale per row are saved for backward. With autograd's own backward, four tensors as large as x would be
+saved, and RMSNorm would take 1.5 times as long.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm with a faster backward pass on a CPU; a GPU uses torch's fused kernel."""
+    """torch.nn.RMSNorm with a faster backward on a CPU; a GPU uses torch's fused kernel."""
 
-    eps: float  # always a number, although eps in torch.nn.RMSNorm may be None
+    eps: float  # never None, unlike in torch.nn.RMSNorm
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -28,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1): each row's norm
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1) row norms
     r = r.square_().div_(len(weight)).add_(eps).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r
 
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
         n = x * r
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
-        products = (g * n).flatten(0, -2)  # (rows, D): g n in the derivation
+        products = (g * n).flatten(0, -2)  # (rows, D), g n in the derivation
         means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         grad_weight = products.sum(0)

@@ -1,4 +1,4 @@
-"""Log-probabilities for given tokens, and entropies, computed in one pass over the logits.
+"""Log-probabilities of given tokens, and entropies, in one pass over the logits.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -7,8 +7,8 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-If a row of logits is read in two parts, 1 and 2, the sums s and t of the parts are combined with top = max(top1, top2)
-and c1 = (top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
+If logits are read in two parts, 1 and 2, their sums s and t are combined with top = max(top1, top2) and
+c1 = (top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -16,16 +16,16 @@ Backward pass. From the derivatives
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-and the upstream gradients g (for logp) and e (for H), it follows that
+and the upstream gradients g (for logp) and e (for H) follows
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x:
+Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x:
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
-For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -126. A NaN logit stays NaN.
+For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -126. NaN logits stay NaN.
 """
 
 import math
@@ -36,17 +36,17 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
 
-FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32 number
+FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32
 LOG2E = 1 / math.log(2)
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return each token's log-probability, entropy, largest logit and sum of exponentials, all (m,).
+    """Compute log-probability, entropy, largest logit and sum of exponentials per token, all (m,).
 
     Args:
-        z: (m, V), the logits, which are overwritten.
-        ids: (m,), the chosen tokens.
-        scratch: (m, V), memory for the exponentials; by default, new memory is allocated.
+        z: (m, V) logits, overwritten.
+        ids: (m,) chosen tokens.
+        scratch: (m, V) memory for exponentials, None = allocate.
     """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
@@ -65,10 +65,10 @@ def differentiate_rows_(
 
     Args:
         d: (m, V), overwritten.
-        ids: (m,), the chosen tokens.
-        saved: from the forward pass, each token's entropy, largest logit and sum of exponentials, each (m,).
-        upstream: the gradients of the log-probabilities (m,), and of the entropies (m,) or None.
-        scratch: (m, V), memory for the result; by default, new memory is allocated.
+        ids: (m,) chosen tokens.
+        saved: from forward: entropy, largest logit and sum of exponentials per token, all (m,).
+        upstream: gradients of log-probabilities (m,), and of entropies (m,) or None.
+        scratch: (m, V) memory for the result, None = allocate.
     """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
@@ -90,24 +90,24 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return (m,) bool: True for tokens whose log-probability or entropy has an upstream gradient other than 0."""
+    """Return (m,) bool, True for tokens with a nonzero upstream gradient."""
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the given rows from each tensor in a list, in contiguous memory. A tensor that is None stays None."""
+    """Select rows from tensors, in contiguous memory; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# A Triton program reads a row of logits in blocks of 8 x 1,024. Each of the 1,024 columns has its own maximum and sums,
-# which are combined only after the loop, because combining columns makes threads wait.
+# Programs read a row in blocks of 8 x 1,024 logits. The 1,024 columns have their own maximum and sums, combined only
+# after the loop, because combining columns makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
-BLOCK = tl.constexpr(8192)  # logits that the backward loop reads per iteration
+BLOCK = tl.constexpr(8192)  # logits per iteration of the backward loop
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# The running maximum of a row starts at a finite number, because -inf - (-inf) would be NaN.
+# finite initial maximum: -inf - (-inf) would be NaN
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -115,7 +115,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update each column's maximum and sums with another block of logits z (STEPS, COLUMNS)."""
+    """Update column maxima and sums with another block of logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -127,7 +127,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Return a row's largest logit, sum_j 2^d_j and sum_j d_j 2^d_j; d_j = logit j - largest logit, all in base 2."""
+    """Return a row's largest logit, sum_j 2^d_j and sum_j d_j 2^d_j, d_j = logit j - largest logit, all in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -160,11 +160,11 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Compute one token's log-probability and entropy, from one part of the vocabulary at a time."""
+    """Compute a token's log-probability and entropy from the next part of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # the chosen token's column, which may be in another part
+    column = tl.load(ids + row) - first  # chosen token's column, possibly in another part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -175,7 +175,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Rounding can make a log-probability slightly positive, so 0 is the upper limit.
+        # at most 0: rounding can make log-probabilities slightly positive
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -191,11 +191,11 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient of one row of logits; the gradient may overwrite the logits."""
+    """Compute the gradient of a row of logits; it may overwrite them."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
-    scale = -k * LN2 / s  # equals -1 / (T s)
+    scale = -k * LN2 / s  # -1 / (T s)
     a = scale * g
     b = 0.0
     is_needed = g != 0
@@ -204,7 +204,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # If a token's upstream gradients are 0, the kernel writes zeros without reading the token's logits.
+    # zeros, without reading logits, if the upstream gradients are 0
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -215,7 +215,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # tl.maximum ignores NaN. A NaN logit still makes the gradient NaN, because the saved sum s is NaN.
+        # tl.maximum drops NaN, but with a NaN logit the saved sum s is NaN, and so is the gradient
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -226,16 +226,16 @@ def _differentiate_kernel(
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
-    """Compute log-probabilities and entropies in Triton, from the logits of one part of the vocabulary at a time.
+    """Compute log-probabilities and entropies in Triton, from the next part of the vocabulary.
 
     Args:
-        z: (N, width), logits for the ids first_id..first_id+width-1.
-        ids: (N,), the chosen tokens.
-        parts: (4, N) float32, memory for intermediate results; None if the vocabulary is a single part.
-        last: True for the last part of the vocabulary.
+        z: (N, width) logits for ids first_id..first_id+width-1.
+        ids: (N,) chosen tokens.
+        parts: (4, N) float32, memory for intermediate results, None for a single part.
+        last: True for the last part.
     Returns:
-        Log-probabilities, entropies, largest logits (in base 2) and sums of exponentials, each (N,) float32, or an
-        empty tuple before the last part.
+        Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; an empty
+        tuple before the last part.
     """
     rows, width = z.shape
     results = ()
@@ -255,14 +255,14 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Compute the gradient of the logits in Triton, for one part of the vocabulary.
+    """Compute the gradient of logits in Triton, for one part of the vocabulary.
 
     Args:
-        z: (N, width), logits for the ids first_id..first_id+width-1.
-        ids: (N,), the chosen tokens.
-        saved: from the forward pass, each token's entropy, largest logit and sum of exponentials, each (N,).
-        upstream: the gradients of the log-probabilities (N,), and of the entropies (N,) or None.
-        out: (N, width), memory for the result; it may be z.
+        z: (N, width) logits for ids first_id..first_id+width-1.
+        ids: (N,) chosen tokens.
+        saved: from forward: entropy, largest logit and sum of exponentials per token, all (N,).
+        upstream: gradients of log-probabilities (N,), and of entropies (N,) or None.
+        out: (N, width) memory for the result, possibly z.
     """
     rows, width = z.shape
     if rows:
@@ -305,15 +305,15 @@ def check_temperature(temperature: float):
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities for given tokens, and entropies, from logits.
+    """Compute log-probabilities of given tokens, and entropies, from logits.
 
     Args:
-        logits: (..., V), in float32, float16, bfloat16, or float64 (only on the torch path).
-        ids: (...) int64, the tokens to score.
-        temperature: logit divisor; must be greater than 0.
+        logits: (..., V), float32, float16, bfloat16, or float64 (torch only).
+        ids: (...) int64 tokens to score.
+        temperature: logit divisor, above 0.
     Returns:
-        The log-probabilities and the entropies under softmax(logits / temperature), both (...), in nats, in float32
-        (float64 for float64 logits). Both are differentiable.
+        Log-probabilities and entropies under softmax(logits / temperature), both (...), in nats, float32 (float64 for
+        float64 logits), differentiable.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:

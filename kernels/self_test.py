@@ -1,11 +1,11 @@
-"""Compare bfloat16 products and each Triton kernel with float64 on the CPU, for the sizes of real models.
+"""Compare bfloat16 products and Triton kernels with float64 on the CPU, for the sizes of real models.
 
     python -m minivlmrl.kernels.self_test                              # everything, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
     python -m minivlmrl.kernels.self_test cuda:0 float32_matmul        # for GPUs without our Triton kernels: T4, V100
 
-A compiler can miscompile a kernel for a particular GPU. On Hopper GPUs, Triton 3.6 and 3.7 computed attention outputs
-that were wrong by 30 to 40 % (triton-lang/triton#11366).
+Compilers can miscompile a kernel for one GPU: on Hopper, Triton 3.6 and 3.7 computed attention outputs that were wrong
+by 30 to 40 % (triton-lang/triton#11366).
 """
 
 import os
@@ -23,12 +23,12 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
-# Triton's interpreter multiplies bfloat16 matrices incorrectly.
+# Triton's interpreter multiplies bfloat16 matrices incorrectly
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-# The attention heads of a vision tower have the dimension 80 in Qwen2.5-VL, and 64 or 72 in Qwen3-VL.
+# vision tower heads: dimension 80 in Qwen2.5-VL, 64 or 72 in Qwen3-VL
 WINDOW_HEADS = 2 if INTERPRETED else 16
 WINDOW_HEAD_DIMS = (64, 72, 80, 128)
-# key heads, query heads per key head, and head dimension of Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
+# (key heads, query heads per key head, head dimension): Qwen2.5-VL-3B, -7B, Qwen3.5, a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
 
@@ -38,7 +38,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
-    """Return the relative errors in a function's result and gradients, against a reference in float64 on the CPU."""
+    """Return relative errors of results and gradients, against a float64 reference on the CPU."""
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
     actual = function(*leaves)
@@ -51,7 +51,7 @@ def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], d
 
 
 def check_float32_matmul(device: str) -> list[float]:
-    """Check the products of 16-bit matrices, and of batches of matrices, with a float32 result."""
+    """Check float32 products of 16-bit matrices, and of batches of matrices."""
     errors = []
     for leading in ((), (2, 3)):
         a, b = (torch.randn(*leading, *size).to(DTYPE) for size in ((40, 256), (256, 80)))
@@ -74,7 +74,7 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check the decoding kernels with padded prompts and with a key cache whose last positions are still empty."""
+    """Check the decoding kernels with padded prompts, and with a key cache that is not yet full."""
     B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, own tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
@@ -152,20 +152,20 @@ CHECKS = {
 
 
 def largest_error(kernel: str, device: str) -> float:
-    """Return a kernel's largest relative error on a device; NaN if a result is NaN."""
+    """Return a kernel's largest relative error on a device, NaN if a result is NaN."""
     torch.manual_seed(0)
     return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()
 
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
-    """Print the largest relative error of each kernel; if a kernel fails, print an error message and stop."""
-    # Without MINIVLMRL_SELF_TEST=0, the first use of a kernel would start self_test.py again.
+    """Print the largest relative error per kernel; stop with an error message if a kernel fails."""
+    # without MINIVLMRL_SELF_TEST=0, a kernel's first use would start self_test.py again
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
-        except Exception as error:  # every error, for example from CUDA, is a failure of the kernel
-            # CUDA appends three lines with general advice to each error message.
+        except Exception as error:  # any error, such as one from CUDA, is a failure
+            # without the three lines of general advice that CUDA appends
             message, *_ = str(error).splitlines() or [""]
             print(f"{type(error).__name__}: {message}", flush=True)
             return 1

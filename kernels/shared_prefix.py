@@ -1,7 +1,7 @@
-"""Attention of completions that share a prompt: one product of all their queries with the prompt's keys.
+"""Attention for completions with the same prompt: one product of all their queries with the prompt keys.
 
-Dimension letters: R rows (completions), B prompts, K key heads, h query heads per key head, H = K h, P prompt tokens,
-C completion tokens, D head dimension.
+Dimensions: R rows (completions), B prompts, K key heads, h query heads per key head, H = K h, P prompt tokens, C
+completion tokens, D head dimension.
 """
 
 import math
@@ -20,12 +20,12 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# grouped_attention is faster than PyTorch's fused kernel up to here, float32 scores on a CPU
+# up to this size of float32 scores on a CPU, grouped_attention is faster than PyTorch's fused kernel
 MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Find prompts of equal length, and their completions, in the packed sequence.
+    """Return token indices of prompts with equal length, and of their completions, in the packed sequence.
 
     Args:
         prompts: packed ranges of b prompts with P tokens.
@@ -47,23 +47,23 @@ class PromptSlots:
     """Convert between a row per completion and a padded row per prompt.
 
     Args:
-        prompt_index: (R,) prompt per completion, ascending, in host memory (a GPU would make the host wait).
-        prompts: number of prompts.
+            prompt_index: (R,) prompt index per completion, ascending, on the CPU, which would otherwise wait for a GPU.
+            prompts: number of prompts.
     """
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
         first_row = counts.cumsum(0) - counts  # first row per prompt
         self.prompts = prompts
-        self.slots = int(counts.max())  # maximum completions of a prompt
+        self.slots = int(counts.max())  # maximum completions per prompt
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # equal numbers of completions
+        # whether all prompts have equally many completions
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join completions of a prompt along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join completions with the same prompt along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
@@ -82,39 +82,39 @@ class PromptSlots:
 def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention of completions to all keys of their prompt, and causally to their own keys.
+    """Compute attention from completions to their whole prompt, and causally to their own tokens.
 
-    PyTorch's fused kernel stores no scores. Small inputs on a CPU use grouped_attention; where the fused kernel is not
-    supported (float32 on a GPU), the prompt's keys are copied per completion.
+    PyTorch's fused kernel stores no scores. Small inputs on a CPU use grouped_attention. Where the fused kernel is not
+    supported (float32 on a GPU), prompt keys are copied per completion.
 
     Args:
-        q: (R, H, C, D) queries of completions.
-        k, v: (R, K, C, D) keys and values of completions.
-        prompt_k, prompt_v: (B, K, P, D) keys and values of prompts.
+        q: (R, H, C, D) completion queries.
+        k, v: (R, K, C, D) completion keys and values.
+        prompt_k, prompt_v: (B, K, P, D) prompt keys and values.
         slots: completion -> prompt.
     Returns:
         (R, H, C, D) attention outputs.
     """
     num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # in float32
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):
         return JoinedAttention.apply(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.expand_to_rows(prompt_k), k], dim=2)
     v = torch.cat([slots.expand_to_rows(prompt_v), v], dim=2)
-    # query i: P + i + 1 keys
+    # query i attends to P + i + 1 keys
     return dense_attention(q, k, v, is_causal=True)
 
 
 class JoinedAttention(torch.autograd.Function):
-    """Compute attention of completions in two calls of PyTorch's fused kernel, without copies or masks.
+    """Compute completion attention in two calls to PyTorch's fused kernel, without copies or masks.
 
-    Call 1 attends to the prompts' keys, call 2 causally to the completions' own. With outputs o_j and log-sum-exps e_j,
+    Call 1 attends to prompt keys, call 2 causally to completion keys. With outputs o_j and log-sum-exps e_j,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. The backward pass calls the fused backward kernel twice, with `out` and e.
+    is attention over all keys. Backward calls the fused backward kernel twice, with `out` and e.
 
     Source: Hydragen (Juravsky et al., 2024) forward, Ring Attention (Liu et al., 2023) backward.
     """
@@ -127,7 +127,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # float32 on a CPU
+        # on a CPU, 16-bit inputs have float32 outputs
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -139,7 +139,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # memory order (R, C, H, D): by_prompt needs no copy
+        # memory order (R, C, H, D), with which by_prompt needs no copy
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
@@ -154,10 +154,10 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention of completions with one product per prompt."""
+    """Compute completion attention with one product per prompt."""
     (_, H, C, _) = q.shape
     K = k.shape[1]
-    S = slots.slots  # per prompt
+    S = slots.slots  # completions per prompt
     h = H // K
     q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
     q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)

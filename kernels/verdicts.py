@@ -1,9 +1,8 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
-Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
-in its process. The check results are stored in Triton's cache folder. Each combination of GPU model, driver, torch
-version, Triton version and kernel source has its own file. Only one process on a host runs the checks: all other
-processes wait for its file lock.
+self_test.py checks each kernel in its own process, because a wrong kernel can make the GPU refuse all later work in the
+process. Results are in Triton's cache folder, in one file per GPU model, driver, torch version, Triton version and
+kernel source. One process per host runs the checks; others wait for its file lock.
 """
 
 import hashlib
@@ -24,14 +23,14 @@ from minivlmrl.kernels.file_lock import lock_file
 
 BUSY = "busy or unavailable"  # CUDA's error for a second process on a GPU in exclusive mode
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
-TIME_LIMIT = 120  # seconds for one kernel check
-# seconds after which a failed kernel check is repeated, for example one that failed because the GPU had no free memory
+TIME_LIMIT = 120  # seconds per kernel check
+# seconds until a failed check is repeated: the GPU may only have been out of memory
 RETRY_AFTER = 3600
 
 
 @cache
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
-    """Return the kernels that must not be used on the GPU cuda:index, with reasons."""
+    """Return {kernel: reason} for the kernels that cuda:index must not use."""
     name = torch.cuda.get_device_name(index)
     reasons = {}
     for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
@@ -48,7 +47,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the largest relative error of each kernel, or why its check failed; run the checks if none are stored."""
+    """Return the largest relative error per kernel, or why its check failed; run the checks if none are stored."""
     folder = Path(import_module("triton").knobs.cache.dir)
     key = describe_setup(device)
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -58,7 +57,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
     folder.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("a") as file:
         lock_file(file, wait=True)
-        results = load_results(path)  # another process may have stored them
+        results = load_results(path)  # another process may have stored results
         if results is None:
             results = check_kernels(device, kernels)
             path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
@@ -66,7 +65,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def describe_setup(device: str) -> str:
-    """Return a text that identifies stored check results: the GPU, the versions, and a hash of the kernels."""
+    """Return a key for stored results: GPU, versions, and a hash of the kernel files."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     setup = {
@@ -76,7 +75,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables can change a kernel. TRITON_PTXAS_PATH, for example, selects the assembler.
+    # Triton's environment variables can change kernels; TRITON_PTXAS_PATH selects the assembler
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -89,10 +88,10 @@ def driver_version() -> str:
 
 
 def load_results(path: Path) -> dict[str, float | str] | None:
-    """Read the stored check results; return None if no results are stored or a check has to be repeated."""
+    """Read stored results, None if there are none or a check must be repeated."""
     try:
         results = json.loads(path.read_text())["results"]
-    except (OSError, ValueError):  # missing, or another process is writing the file
+    except (OSError, ValueError):  # missing, or being written by another process
         return None
     age = time.time() - path.stat().st_mtime
     is_complete = all(isinstance(result, float) for result in results.values())
@@ -105,7 +104,7 @@ def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def check_kernel(device: str, kernel: str) -> float | str:
-    """Run self_test.py for one kernel, and return the kernel's relative error, or an error message."""
+    """Run self_test.py for one kernel; return its relative error, or an error message."""
     command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
     search_path = [path or os.getcwd() for path in sys.path]  # "" is the working folder
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
@@ -118,6 +117,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # The last output line of a failed check is its error message, unless a signal has ended the process.
+    # the last line is the error message, unless a signal ended the process
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return next((line for line in lines if BUSY in line), lines[-1])

@@ -1,7 +1,6 @@
-"""Attention inside segments: each token attends to all tokens in its window or its video frame.
+"""Attention inside segments: tokens attend to all tokens in their window or video frame.
 
-Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2, and for each head
-separately:
+Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2, separately per head:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
@@ -11,9 +10,9 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-Triton's backward pass recomputes the attention weights in registers, so only q, k and v are saved. A program computes
-one head of one segment of at most 64 tokens. A head dimension of 80 is padded to 128, not to 64 + 16: compiler bug in
-Triton 3.6 and 3.7 (triton-lang/triton#11366).
+Triton's backward recomputes attention weights in registers, so only q, k and v are saved. A program computes one head
+in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16: compiler bug in Triton 3.6
+and 3.7 (triton-lang/triton#11366).
 
 Windows of eight photographs on an H200, forward and backward: 1 ms in one call of varlen_attn, 39 ms in 128 calls of
 scaled_dot_product_attention.
@@ -29,26 +28,26 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# maximum segment and head dimension in registers, 16 bits; float32 uses torch
+# maximum segment length and head dimension for Triton, which keeps them in registers; 16 bits only, float32 uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Equal neighbors share an attention call, which costs as much as sorting 128 tokens on a CPU: below that mean, segments
-# are sorted by length.
+# Neighbors of equal length share an attention call, which costs as much as sorting 128 tokens on a CPU. With fewer
+# tokens per call, segments are sorted by length.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Starts and ends of segments; tokens attend only to their own segment."""
+    """Segment boundaries; tokens attend only to their own segment."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # (segments + 1,) first tokens, and the number of tokens
+        # (segments + 1,) first token per segment, then the number of tokens
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, tokens) of equal neighbors: 64, 64, 16 -> [(64, 128), (16, 16)]
+        # (segment length, tokens) for neighbors of equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # (T,) token order by segment length, and its inverse; None without sorting
+        # (T,) token order by segment length, and its inverse; None = not sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -79,23 +78,23 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention inside segments in one call of torch's varlen_attn, for NVIDIA GPUs."""
-    # imported late: torch._dynamo takes over a second
+    # lazy import: torch._dynamo takes over a second
     from torch.nn.attention.varlen import varlen_attn
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)
     out = varlen_attn(q, k, v, starts, starts, longest, longest)
-    assert isinstance(out, Tensor)  # a tuple only if return_aux is given
+    assert isinstance(out, Tensor)  # a tuple only with return_aux
     return out
 
 
-# segments are padded to ROWS tokens, heads to COLUMNS elements, both powers of two
+# segments are padded to ROWS tokens, heads to COLUMNS elements, powers of two
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
-    """Load q, k or v of a segment, padded with 0 to (ROWS, COLUMNS)."""
+    """Load a segment's q, k or v, zero-padded to (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -104,7 +103,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Write the first `length` rows and the first D columns of a padded block to x."""
+    """Write a padded block's first `length` rows and D columns to x."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -167,7 +166,7 @@ def _backward_kernel(
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # into the contiguous gradients
+    offset = (start * H + head) * D  # offset into the contiguous gradients
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS)
@@ -175,7 +174,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # padded queries add nothing: their upstream gradients are 0
+    # padded queries add nothing, because their upstream gradients are 0
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -185,13 +184,13 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return padded tokens and head dimension: (60, 80) -> (64, 128)."""
-    # at least 16: inner dimensions of tl.dot
+    # at least 16, as tl.dot requires
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    # any strides of rows and heads, contiguous columns
+    # rows and heads may have any stride, columns must be contiguous
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns) = block_sizes(longest, D)
@@ -202,7 +201,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
             # Hopper's matrix instruction needs 4 warps for 64 rows
             num_warps=rows // 16,
             num_stages=1,
-            # enable_fp_fusion: later versions of Triton change the default
+            # enable_fp_fusion: explicit, because later Triton versions change the default
             enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -243,8 +242,8 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within segments, with scores scaled by D^-1/2.
 
-    Triton: float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Else varlen_attn on an NVIDIA
-    GPU, for different lengths up to 64 tokens. Else one attention call per run of equal lengths.
+    Triton for float16 and bfloat16, up to 64 tokens per segment and 128 elements per head; else varlen_attn on an
+    NVIDIA GPU, for mixed lengths up to 64 tokens; else one attention call per run of equal lengths.
 
     Args:
         q, k, v: (T, H, D), same dtype.
@@ -256,7 +255,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
-    # varlen_attn was measured only up to 64 tokens
+    # varlen_attn was measured only up to 64 tokens per segment
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)

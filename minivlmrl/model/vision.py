@@ -66,7 +66,7 @@ EPS = 1e-6  # epsilon in vision norms
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window.
 
-    Windows with sides of window_size pixels tile a frame from the top left; at the right and bottom, they may be smaller.
+    Windows with sides of window_size pixels tile a frame from the top left; at the right and bottom, some are smaller.
     Example: 3 x 5 merged tokens and windows with 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
