@@ -1,10 +1,10 @@
 """Reward functions to copy: number, choice, yes_no, class_name and math compare answers with solutions.
 
-In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
+A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
 
-The option data.answer_format selects the answer from a completion. An answer that contains two answers, denies the
-correct answer or lists all choices gets reward 0. Rows without a solution (None or "") get no reward.
+data.answer_format says where the answer is in a completion. Reward 0: several answers, a denied correct answer, a list
+of all choices. Rows without a solution (None or "") get no reward.
 """
 
 import functools
@@ -19,7 +19,7 @@ from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
 from minivlmrl.errors import UserError, optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
-LONGEST = 2000  # maximum characters in an answer; longer answers get reward 0
+LONGEST = 2000  # maximum characters per answer; longer answers get reward 0
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
@@ -85,7 +85,7 @@ CHOICE = re.compile(
     rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# second letter in a multiple-choice answer, as in "B or C"
+# a second letter in a multiple-choice answer, as in "B or C"
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -133,8 +133,8 @@ def class_name(
     """Return 1.0 if the answer is the correct class name, ignoring case, spaces, - and _.
 
     Args:
-        classes: all class names, or a text file with one name per line; with it, an answer may be a sentence that
-            contains exactly one class name and no negation. Otherwise the answer must be only the name.
+        classes: all class names, or a text file with one per line. With it, the answer may be a sentence with exactly
+            one class name and no negation; without it, only the name.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -160,7 +160,7 @@ def _pattern(names: frozenset[str]) -> re.Pattern:
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
 
-LONGEST_NUMBER = 100  # maximum characters in a number
+LONGEST_NUMBER = 100  # maximum characters per number
 NUMBER_WORDS = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
@@ -216,18 +216,18 @@ LATEX = [
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the correct number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    Answers such as "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), a unit may be
-    omitted, and another unit gets reward 0. 50% equals both 0.5 and 50.
+    "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), a unit may be missing, another
+    unit gets reward 0. 50% equals 0.5 and 50.
 
     Args:
-        tolerance: maximum relative error; with 0.05 and the solution 100, answers from 95 to 105 are correct.
+        tolerance: maximum relative error; with 0.05 and solution 100, answers from 95 to 105 are correct.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
     return judge_rows("number", "a number", read_number, answer_texts, solution, same, log_extra=log_extra)
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"); None for any other text."""
+    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"); None for other texts."""
     if len(text) > LONGEST_NUMBER:
         return None
     match = NUMBER.fullmatch(" ".join(replace(LATEX, text.lower()).split()))
@@ -254,12 +254,12 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return a unit symbol, for example "in" for "inches", or any other word unchanged."""
+    """Return a unit symbol, for example "in" for "inches", and other words unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
 def _measure(unit: str) -> tuple[str, Fraction]:
-    """Return kind and size of a unit: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
+    """Return a unit's kind and size: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
     if "/" in unit:
         (kind, size), (below, divisor) = map(_measure, unit.split("/"))
         return f"{kind}/{below}", size / divisor
@@ -282,23 +282,21 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     b, other_unit = answer
     if unit and other_unit:
         (kind, size), (other_kind, other_size) = _measure(unit), _measure(other_unit)
-        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees on any scale
+        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees, on any scale
         return (kind == other_kind or is_degree) and near(a * size, b * other_size)
     a_share = a / 100 if unit == "%" else a
     b_share = b / 100 if other_unit == "%" else b
     return near(a, b) or near(a_share, b_share)
 
 
-LONGEST_MATH = 300  # maximum characters in a formula
+LONGEST_MATH = 300  # maximum characters per formula
 SECONDS = 2  # time limit per comparison
-# nested powers, large powers and large factorials would take too long
+# slow to compute: nested powers, large powers, large factorials
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
 def math(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is an expression, set or equation that equals the solution.
-
-    For example, 0.5, \\frac12 and 2^{-1} are equal."""
+    """Return 1.0 if the answer is an expression, set or equation equal to the solution: 0.5, \\frac12 and 2^{-1}."""
     kind = "an expression that math-verify can read"
     return judge_rows("math", kind, _expressions, answer_texts, solution, _equal, log_extra=log_extra)
 
@@ -320,5 +318,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """Return the time limit, None outside the main thread, where timeouts in math-verify do not work."""
+    """Return the time limit, None outside the main thread, where math-verify's timeouts do not work."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

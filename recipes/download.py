@@ -1,9 +1,9 @@
-"""Download the images and videos whose URLs are in a file of rows, and write rows with paths.
+"""Download images and videos whose URLs are in a file of rows, and write rows with paths.
 
-    python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
+    python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and downloads to ROWS.files/
 
-Existing files are not downloaded again. A row is left out, with a message, if a download fails or is neither an image
-nor a video.
+Existing files are not downloaded again. If a download fails, or is neither image nor video, the row is left out, with a
+message.
 """
 
 import argparse
@@ -22,10 +22,10 @@ import PIL.Image
 from minivlmrl.run.progress_bar import ProgressBar
 
 TIMEOUT = 60  # maximum wait for data, in seconds
-LONGEST = 600  # maximum seconds per download: a server may send one byte a minute
+LONGEST = 600  # maximum seconds per download, because a server may send one byte a minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes per read
-# errors that leave out one row; HTTPException: bytes that are not HTTP
+# errors for which only the row is left out; HTTPException: not a valid HTTP response
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
 # (offset, bytes) in video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
     file = parser.parse_args(arguments).rows
     try:
-        lines = file.read_bytes().split(b"\n")  # not splitlines: texts may contain U+2028
+        lines = file.read_bytes().split(b"\n")  # not splitlines, because texts may contain U+2028
     except OSError as error:
         parser.error(f"{file}: {error.strerror}")
     folder = file.with_suffix(".files")
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, including nested lists and objects, and replace it with the path.
+    """Download the URLs in a row, also in nested lists and objects, and replace them with paths.
 
-    Texts with a URL and other words are not changed.
+    A text with a URL among other words stays.
     """
     if isinstance(value, dict):
         return {key: replaced(item, folder) for key, item in value.items()}
@@ -78,10 +78,10 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download an image or a video to a file named by a hash of its URL, and return the path.
+    """Download an image or video to a file named by its URL's hash, and return the path.
 
     Raises:
-        OSError, ValueError, HTTPException: the download fails, takes too long, or is neither an image nor a video.
+        OSError, ValueError, HTTPException: the download fails, takes too long, or is neither image nor video.
     """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
@@ -111,9 +111,9 @@ def read(url: str) -> bytes:
 
 
 def check_media(url: str, content: bytes):
-    """Raise ValueError unless the content begins like an image or a video.
+    """Raise ValueError unless the content begins like an image or video.
 
-    Servers often send an empty file, or an error page, instead of a missing image.
+    Servers often send an empty file or an error page instead of a missing image.
     """
     if any(content[start:].startswith(mark) for start, mark in VIDEOS):
         return

@@ -1,11 +1,11 @@
-"""The task Fashion-MNIST for recipes/fashion.yaml: name the piece of clothing in a small photograph.
+"""Task Fashion-MNIST for recipes/fashion.yaml: name the piece of clothing in a small photograph.
 
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
-Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels
-in ten classes. SFT trains on a few training photographs, a fifth of them with a random label. GRPO trains on all
-training photographs, and only the reward reads their labels.
+Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels,
+in ten classes. SFT trains on a few training photographs, a fifth of them with random labels; GRPO on all, and only the
+reward reads their labels.
 """
 
 import gzip
@@ -34,15 +34,15 @@ FILES = {"train": "train", "test": "t10k"}  # split: file name prefix
 
 @cache
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read photographs (n, 28, 28) and labels (n,) of a split, both uint8.
+    """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
 
     Args:
-        folder: the four files from Debian's package, or the parquet files from the Hub.
+        folder: four files from Debian's package, or parquet files from the Hub.
     """
     images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
     if images.is_file():
         labels = images.with_name(f"{FILES[split]}-labels-idx1-ubyte.gz")
-        # headers have 16 and 8 bytes
+        # file headers have 16 bytes for images, 8 for labels
         return (
             np.frombuffer(gzip.decompress(images.read_bytes()), np.uint8, offset=16).reshape(-1, 28, 28),
             np.frombuffer(gzip.decompress(labels.read_bytes()), np.uint8, offset=8),
@@ -62,14 +62,14 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """Rows with the photographs at the indices `chosen` of a split."""
+    """Rows with the photographs `chosen` (indices in the split)."""
 
     folder: Path
     split: str
     chosen: Sequence[int]
     seed: int = 0
-    wrong_labels: float = 0.0  # fraction of demonstrations with a random label
-    exchange_images: bool = False  # control: show the photograph of the next row
+    wrong_labels: float = 0.0  # share of demonstrations with a random label
+    exchange_images: bool = False  # control: show the next row's photograph
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -108,8 +108,8 @@ def datasets(
         data: section `data` in the recipe.
         folder: see read_split.
         demonstrations: rows for SFT.
-        wrong_demonstrations: fraction of demonstrations with a random label.
-        exchange_images: control: show the photograph of the next row in GRPO.
+        wrong_demonstrations: share of demonstrations with a random label.
+        exchange_images: control: in GRPO, show the next row's photograph.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt

@@ -1,4 +1,4 @@
-"""Reward function: mean log-probability of a completion under another model, loaded on each rank.
+"""Reward function: mean log-probability under another model, which every rank loads.
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 

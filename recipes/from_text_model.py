@@ -3,10 +3,10 @@
     python recipes/from_text_model.py Qwen2.5-0.5B-Instruct/ my-vlm/
     python recipes/from_text_model.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
 
-The first folder is a Qwen2, Qwen2.5 or Qwen3 model in the Hugging Face format. Qwen2-VL and Qwen2.5-VL have the decoder
-of Qwen2 and Qwen2.5, and Qwen3-VL has that of Qwen3. In a text, the three positions of a token (time, height, width)
-are equal, and then M-RoPE is the usual RoPE. Therefore the new model computes the text model's logits until training
-changes its weights. Its tower and merger are random, so it cannot see before they are trained.
+The first folder has a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL have the decoder of
+Qwen2 and Qwen2.5; Qwen3-VL has that of Qwen3. For text tokens, the three positions (time, height, width) are equal, and
+M-RoPE is the usual RoPE. So the new model computes the text model's logits until training changes its weights. Its
+tower and merger are random: it cannot see before they are trained.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors
 
-FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # model_type of the text model: new family
-# (height, width) frequencies out of 64 in published models; the others are for time
+FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # {model_type of the text model: model_type of the new model}
+# (height, width) frequencies in published models; the others of 64 are for time
 MROPE = {"qwen2_5_vl": (24, 24), "qwen3_vl": (20, 20)}
-# decoder keys in config.json
+# keys in config.json for the decoder
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "max_position_embeddings",
@@ -39,7 +39,7 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
     """Return config.json for the new model.
 
     Args:
-        text: config.json of the text model.
+        text: the text model's config.json.
         where: its path, for error messages.
     """
     model_type = text.get("model_type")
@@ -88,7 +88,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     else:
         try:
             backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises only Exception
+        except Exception as error:  # the tokenizers library raises only Exception
             raise UserError(f"{file}: the file is not a usable tokenizer.json ({error}); download it again") from error
         backend.add_special_tokens(list(SPECIAL_TOKENS))
         tokenizer = Tokenizer(backend)

@@ -1,6 +1,6 @@
-"""Reward functions to copy, for length and repetition of completions (arXiv 2502.03373, appendix C).
+"""Reward functions to copy, for length and repetition (arXiv 2502.03373, appendix C).
 
-In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
+A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
 """
 
@@ -14,12 +14,12 @@ def cosine(
 ) -> list[float]:
     """Compute a reward from correctness and completion length.
 
-    By default, correct answers have a higher reward the shorter they are, and wrong answers a lower one.
+    By default, the shorter a completion, the higher the reward of a correct one, and the lower that of a wrong one.
 
     Args:
-        max_length: length in tokens above which the reward is constant.
-        reward: name of the reward that judges correctness: above 0 is correct.
-        right, wrong: rewards at length 0 and at max_length, for correct and for wrong answers; half a cosine period in
+        max_length: tokens above which the reward is constant.
+        reward: name of the reward that judges correctness; above 0 is correct.
+        right, wrong: rewards at length 0 and at max_length, for correct and wrong answers, with half a cosine period in
             between.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
@@ -32,10 +32,9 @@ def cosine(
 
 
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
-    """Compute a repetition penalty: max_penalty times the fraction of repeated token n-grams.
+    """Compute a repetition penalty: max_penalty times the share of repeated token n-grams.
 
-    Example: the tokens 5 5 5 5 5 have four 2-grams, of which three are repetitions, so the reward with ngram_size=2 is
-    -0.75.
+    Example: tokens 5 5 5 5 5 have four 2-grams, three of them repeated, so ngram_size=2 gives -0.75.
     """
     values = []
     for ids in completion_ids:

@@ -1,13 +1,12 @@
-"""On-policy distillation as a stage of your own: a teacher grades each token that the student samples.
+"""On-policy distillation as your own stage: a teacher grades every token that the student samples.
 
 python train.py recipes/own_data_one_card.yaml "--stages=[recipes/opd.py:OPD]" --model.path=STUDENT \
     --reference.path=TEACHER --data.train_file=rows.jsonl --data.eval_file=eval.jsonl \
     --opd.micro_batch_size=1 --opd.learning_rate=1e-5
 
-The teacher is the reference model. It must have the family and the vocabulary of the student, and its weights take
-memory in addition: 17 GB for a 7B in bfloat16. The student is trained as in GRPO, with LoRA in this recipe, and the
-section `opd` has the options of `grpo`. The rewards are measured, but not trained on. docs/papers/opd.md explains the
-method.
+The teacher is the reference model. It needs the student's family and vocabulary, and memory for its weights: 17 GB for
+a 7B in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the options of `grpo`.
+Rewards are only measured. Method: docs/papers/opd.md.
 """
 
 from dataclasses import replace

@@ -1,15 +1,15 @@
-"""Convert boxes in demonstrated answers from image file pixels to the coordinates that a model uses.
+"""Convert boxes in demonstrated answers from image file pixels to the model's coordinates.
 
-The option --questions also converts boxes in questions.
+--questions also converts boxes in questions.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl thousandths --questions > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
-A row must have one `image`, or a list `images` with one path, relative to the file. Answer columns are `completion`,
-`chosen`, `rejected` or `messages`, with thoughts and tool calls. Boxes are written as [x1, y1, x2, y2],
-(x1, y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. A line on stderr counts the rows without a box. The
-column `solution` stays in image file pixels, because rewards expect pixels.
+Rows have one `image`, or a list `images` with one path, relative to the file. Answer columns are `completion`,
+`chosen`, `rejected` or `messages`, with thoughts and tool calls. Boxes are written as [x1, y1, x2, y2], (x1, y1), (x2,
+y2) or data-bbox="...", points as "point_2d": [x, y]. Rows without a box are counted on stderr. Column `solution` stays
+in image file pixels, as rewards expect.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from minivlmrl.data.messages import THOUGHT_KEYS
 from minivlmrl.errors import pluralize
 from minivlmrl.rewards.columns import box_scale
 
-QUOTE = r"""(?:\\?["']|&quot;)"""  # \" in tool calls as JSON
+QUOTE = r"""(?:\\?["']|&quot;)"""  # \" occurs in tool calls as JSON
 COMMA = r"[\s,;，]+"
 FOUR = COMMA.join([f"{QUOTE}?{NUMBER}{QUOTE}?"] * 4)
-# a point needs its key "point_2d": [1, 2] in a text could be anything
+# points need the key "point_2d", because [1, 2] in a text could be anything
 BOX = re.compile(
     rf"\[\s*{FOUR}\s*\]|{PAIR}[\s,]*{PAIR}|data-bbox\s*=\s*{QUOTE}\s*{FOUR}\s*{QUOTE}"
     rf"|(?P<key>{QUOTE}point_2d{QUOTE}\s*:\s*)\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]",
@@ -41,7 +41,7 @@ QUESTIONS = ("problem", "prompt")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
-    """Convert boxes and points in a text to other units, rounded to integers or to `digits` digits.
+    """Convert boxes and points in a text to other units, rounded to `digits` digits, None = integers.
 
     Example: "[10, 10, 20, 20]" in an image with 100 x 50 pixels becomes "[100, 200, 200, 400]" in thousandths.
     """
@@ -60,7 +60,7 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
 
 def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
-    """Apply `convert` to a text, or to all texts of the given roles in a list of turns."""
+    """Apply `convert` to a text, or to turns with given roles."""
     if isinstance(turns, str):
         return convert(turns)
     if isinstance(turns, list):
@@ -77,12 +77,10 @@ def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
 def rescale_row(
     row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False
 ) -> tuple[dict, int]:
-    """Convert boxes in a row's answers and, with `questions`, in its questions.
-
-    Rows without images are not changed.
+    """Convert boxes in a row's answers and, with `questions`, in its questions; rows without images stay.
 
     Returns:
-        New row, and number of boxes and points.
+        New row, number of boxes and points.
     Raises:
         ValueError: the row has several images.
     """
@@ -121,7 +119,7 @@ def main(arguments: list[str] | None = None):
         lines = options.file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         parser.error(f"{options.file}: {error.strerror}")
-    without = []  # line numbers
+    without = []  # line numbers of rows without boxes
     for number, line in enumerate(lines, start=1):
         try:
             row, num_boxes = rescale_row(

@@ -2,7 +2,7 @@
 
     python recipes/sums.py FOLDER
 
-The new rows have two kinds of problems that no training row has. No row occurs twice in the three files.
+The new rows have two kinds of problems that no training row has. All rows in the three files are different.
 """
 
 import json
@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-# kind: problem, number ranges, solution
+# {kind: (problem, number ranges, solution)}
 KINDS = {
     "three numbers": ("What is {} + {} + {}?", [(11, 99)] * 3, lambda a, b, c: a + b + c),
     "difference": ("What is {} - {}?", [(300, 900), (101, 299)], lambda a, b: a - b),

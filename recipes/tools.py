@@ -1,6 +1,6 @@
-"""Tools to copy: a zoom into an image, and a calculator; docs/agents.md explains how to write a tool.
+"""Tools to copy: zoom into an image, calculate; docs/agents.md explains how to write a tool.
 
-Use one in a recipe in the same folder:
+For a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
 """
 

@@ -1,8 +1,8 @@
-"""Reward functions to copy for labeled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
+"""Reward functions to copy, for labeled boxes: mean IoU, VLM-R1's weighted sum, average precision.
 
-In a recipe, name a reward by its file, relative to the folder in which you run the command, and its function:
+A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
-Solutions and answers are lists in Qwen2.5-VL's format, which may be empty:
+Solutions and answers are lists in Qwen2.5-VL's format, possibly empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
 """
 
@@ -16,7 +16,7 @@ from minivlmrl.rewards.boxes import Objects, mean_similarity, overlap, score_box
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the mean IoU of matched objects with equal labels; missing and additional objects count as 0.
 
-    Answers are matched with true objects as in the reward `iou`.
+    Objects are matched as in the reward `iou`.
     """
     return score_boxes(
         mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
@@ -26,10 +26,10 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
 def ap_50(
     answer_texts: list, solution: list, image_sizes: list, answer_extents: list, log_extra=None, **columns
 ) -> list:
-    """Compute the average precision in an image at IoU 0.5, averaged over labels.
+    """Compute the average precision at IoU 0.5 in an image, averaged over labels.
 
-    As in COCO, the average precision is the mean precision over 101 recall levels. An answer has no confidence scores,
-    so objects are ranked by their order. Labels that do not occur in the image count as 0.
+    As in COCO, it is the mean precision over 101 recall levels. Answers have no confidence scores, so their objects are
+    ranked in order. Labels not in the image count as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -49,12 +49,11 @@ def ap_50(
 def weighted_sum(
     answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), log_extra=None, **columns
 ) -> list:
-    """Compute VLM-R1's weighted mean over three scores: IoU, label accuracy, and completeness.
+    """Compute VLM-R1's weighted mean over three scores: IoU, label accuracy, completeness.
 
-    Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
-    the largest IoU first, down to an IoU of 0.5. A pair with different labels counts for completeness, but its IoU and
-    its label score are 0.
-    Same score as detection_score in VLM-R1's grpo_jsonl.py.
+    Completeness is 1 - (share of missed objects + share of additional objects) / 2. Boxes are paired by IoU alone,
+    largest first, down to 0.5. Pairs with different labels count for completeness, but with IoU and label score 0. Same
+    as detection_score in VLM-R1's grpo_jsonl.py.
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
@@ -78,7 +77,7 @@ def weighted_sum(
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
-    """Compute the average precision for objects with the same label."""
+    """Compute the average precision for one label."""
     unmatched = list(true)
     curve = []  # (recall in hundredths, precision at that recall)
     for number, item in enumerate(answered, start=1):
@@ -94,7 +93,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labeled boxes, possibly inside markup, or one labeled box; [] for any other text."""
+    """Parse a list of labeled boxes, possibly inside markup, or one labeled box; [] for other texts."""
     try:
         objects = []
         for item in boxes.json_items(text):

@@ -1,11 +1,11 @@
 """Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
-An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarter contains a striped square with one of
-12 labels, and in the small image all stripes mix to the same gray. Only the tool `<zoom>`, which shows a quarter in
-full resolution, reveals the label. A completion looks like this:
+Images have 64 x 64 pixels, but the model gets them shrunk to 32 x 32. One quarter contains a striped square with one of
+12 labels, and shrunk stripes all have the same gray. Only the tool `<zoom>`, which shows a quarter in full resolution,
+reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-A demonstration names a quarter and what the crop shows, mostly "nothing": one demonstration in ten zooms into the
-correct quarter on purpose, and nine zoom into a random quarter, the northwest twice as often as the others.
+Demonstrations name a quarter and what the crop shows, mostly "nothing": one in ten zooms into the correct quarter on
+purpose, and nine zoom into a random quarter, the northwest twice as often as the others.
 """
 
 import random
@@ -26,12 +26,12 @@ COLORS = {
 }  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # quarter names, one token each
-HABIT = (2, 1, 1, 1)  # relative frequency of zooms into each quarter in demonstrations
+HABIT = (2, 1, 1, 1)  # relative zoom frequencies in demonstrations, in the order of CORNERS
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
 # side lengths in pixels
 SIDE = 64  # image
-SHOWN = 32  # shrunk image for the model
+SHOWN = 32  # shrunk image, as the model gets it
 QUARTER = 32  # quarter in full resolution
 SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
@@ -40,11 +40,11 @@ ANSWER = "<answer>{}</answer>"
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
     """Draw an image; return it with its label and the quarter (0 to 3) with the striped square.
 
-    A pair of stripes has complementary colors, and is as wide as one pixel in the shrunk image, where all labels
-    therefore have the same gray.
+    Two neighboring stripes have complementary colors, and are as wide as one pixel in the shrunk image, so all labels
+    have the same gray there.
 
     Args:
-        others: other quarters with a dark square.
+        others: number of other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -80,8 +80,8 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Sample left and top of a square in a quarter, on the pixel grid of the shrunk image."""
-    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel in the shrunk image
+    """Sample left and top for a square in a quarter, on the pixel grid of the shrunk image."""
+    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, one in the shrunk image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
     return left, top
@@ -103,7 +103,7 @@ class Quarters:
     """Environment with one tool: `<zoom>northwest</zoom>`, or another corner, shows a quarter in full resolution."""
 
     max_tool_calls = 1
-    declare_tools = False  # calls are tags: no tool descriptions in the prompt
+    declare_tools = False  # calls are tags, without tool descriptions in the prompt
 
     def reset(self, picture, **columns):
         self.picture = picture
@@ -119,7 +119,7 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the fraction of valid calls: without this reward a policy forgets their format."""
+        """Return the share of valid calls, without which a policy forgets their format."""
         return self.answered / self.max_tool_calls
 
 
@@ -148,9 +148,9 @@ class Stripes:
     size: int
     seed: str
     environment: type = Quarters
-    silent: bool = False  # no thoughts in demonstrations
-    informed: float = 0.0  # fraction of demonstrations that zoom into the correct quarter on purpose
-    others: int = 0  # dark squares in other quarters
+    silent: bool = False  # demonstrations without thoughts
+    informed: float = 0.0  # share of demonstrations that zoom into the correct quarter on purpose
+    others: int = 0  # number of dark squares in other quarters
 
     def __len__(self):
         return self.size
@@ -159,7 +159,7 @@ class Stripes:
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right_quarter = draw(rng, others=self.others)
         [asked_quarter] = rng.choices(range(4), HABIT)
-        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # quarters that the control Lost shows
+        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # shown by the control experiment Lost
         if rng.random() < self.informed:
             asked_quarter = right_quarter
         columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter]}
@@ -196,7 +196,7 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts in the task; tags are one token, like Qwen3's <think>."""
+    """Train byte-level BPE on all texts; tags are one token, like Qwen3's <think>."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
@@ -205,7 +205,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; options of Stripes make it a control experiment or harder."""
+    """Create the task; options of Stripes make it harder, or a control experiment."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {
