@@ -1,6 +1,6 @@
-"""Draw the diagrams of docs/ that need no trained model. `python -m docs.scripts.make_pages` writes their files.
+"""Draw the diagrams in docs/ that need no trained model; `python -m docs.scripts.make_pages` writes their files.
 
-Each function calls the code that training uses, so that a diagram changes with the code.
+Functions call training code, so that diagrams change with it.
 """
 
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 
 IMAGE, TEXT = 0, 1  # token ids in the M-RoPE diagram
-STEPS = {  # function of minimal.py -> (its result, the result's shape or description)
+STEPS = {  # {function in minimal.py: (result, its shape or description)}
     "make_prompt": ("token ids, patches", "(L,), (P, 294)"),
     "sample": ("completions", "(G, T), token ids"),
     "reward": ("rewards", "(G,), from texts"),
@@ -54,7 +54,7 @@ def step() -> str:
 
 
 def clip() -> str:
-    """Draw min(r A, clip(r, 0.8, 1.2) A) for a token with positive and one with negative advantage."""
+    """Draw min(r A, clip(r, 0.8, 1.2) A) for positive and for negative advantage."""
     size, left, top, gap = 250, 64, 76, 74
     picture = Picture(2 * left + 2 * size + gap - 24, top + size + 56, "The clipped term over the ratio")
     picture.text(left, 28, "Objective of a token: min(r A, clip(r, 0.8, 1.2) A)", 16, anchor="start", bold=True)
@@ -72,7 +72,7 @@ def clip() -> str:
 
 
 def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: float, colors: tuple[str, ...]):
-    """Draw a token's objective for this advantage and ratios from 0.4 to 1.6."""
+    """Draw a token's objective at this advantage, for ratios from 0.4 to 1.6."""
     lowest = min(1.6 * advantage, 0.0)
 
     def at(ratio: float, gain: float) -> tuple[float, float]:
@@ -132,7 +132,7 @@ def advantages() -> str:
 
 
 def mask() -> str:
-    """Draw the attention mask for one packed sequence with two prompts and two completions for each prompt."""
+    """Draw the attention mask for a packed sequence: two prompts with two completions each."""
     prompts, completions = [4, 3], [[4, 3], [3, 4]]
     layout, cell, left, top = PackedLayout(prompts, completions), 24, 128, 92
     sees = attention_mask(layout).tolist()
@@ -174,7 +174,7 @@ def mask() -> str:
 
 
 def windows() -> str:
-    """Draw the attention windows for an image with 168 x 308 pixels, which has 6 x 11 merged tokens."""
+    """Draw the attention windows for an image with 168 x 308 pixels, 6 x 11 merged tokens."""
     rows, cols, cell, left, top = 6, 11, 46, 30, 72
     config = Qwen2_5VisionConfig()
     merge = config.spatial_merge_size
@@ -209,7 +209,7 @@ def windows() -> str:
 
 
 def mrope() -> str:
-    """Draw the positions for 3 text tokens, an image with 3 x 4 merged tokens, and 3 text tokens."""
+    """Draw M-RoPE positions for 3 text tokens, an image with 3 x 4 merged tokens, and 3 text tokens."""
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     config = SimpleNamespace(image_token_id=IMAGE, video_token_id=-1, vision_config=vision)
     ids = torch.tensor([TEXT] * 3 + [IMAGE] * 12 + [TEXT] * 3)

@@ -1,10 +1,10 @@
-"""Train the default run, and draw README's animation of this run, docs/images/first_run.svg.
+"""Train the default run, and draw README's animation, docs/images/first_run.svg.
 
-    python -m docs.scripts.first_run    # trains as `python train.py` does, six minutes; options are those of training
+    python -m docs.scripts.first_run    # six minutes; trains as `python train.py`, with the same options
 
-Before every fourth GRPO step, the policy answers the held-out rows of the run at temperature 1. Each row always has
-the same random numbers as in the evaluations of the run, so the first and the last point of the curve equal
-`accuracy_sampled` in the table of the run. Random numbers depend on keys, so these answers change nothing in the run.
+Before every fourth GRPO step, the policy answers the held-out rows at temperature 1, with the same random numbers per
+row as in the run's evaluations. So the curve's first and last point equal `accuracy_sampled` in the run's table, and
+the run itself does not change.
 """
 
 import base64
@@ -32,9 +32,9 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.tasks.shapes import CHANCE
 
 SHOWN = 4  # images in the animation
-EVERY = 4  # steps between two moments of the animation
+EVERY = 4  # GRPO steps between moments of the animation
 LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238  # edges of the chart in pixels
-REST, END, SECONDS = 3, 14, 0.25  # times that the first and the last moment are repeated; seconds of a moment
+REST, END, SECONDS = 3, 14, 0.25  # repeats of the first and last moment; seconds per moment
 
 
 class Moment(NamedTuple):
@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
 
 class Recorder(Callback):
-    """Record the answers of the policy to the held-out rows before every fourth GRPO step."""
+    """Record answers to held-out rows before every fourth GRPO step."""
 
     def __init__(self, config: RunConfig):
         self.rewards = held_out_rewards(config)
@@ -57,7 +57,7 @@ class Recorder(Callback):
             self.record(trainer.policy, trainer.processor, number)
 
     def record(self, policy: VisionLanguageModel, processor: Processor, step: int):
-        """Answer all held-out rows, as `evaluate` does for its metric accuracy_sampled."""
+        """Answer all held-out rows, as `evaluate` does for accuracy_sampled."""
 
         def describe(row, completions, scores) -> tuple[str | None, float]:
             return find_answer(processor.decode(completions[0].ids)), scores[0][0]
@@ -69,7 +69,7 @@ class Recorder(Callback):
 
 
 def record_run(options: list[str]) -> tuple[list[Row], list[Moment]]:
-    """Train with these options; return the rows that the animation shows, and its moments."""
+    """Train with these options; return the rows in the animation, and its moments."""
     config = load_config("shapes.yaml", options)
     recorder = Recorder(config)
     if run_training(config, [*default_callbacks(config), recorder]) != 0:
@@ -92,7 +92,7 @@ def draw(rows: list[Row], moments: list[Moment]) -> str:
 
 
 def tile(number: int, row: Row, answers: list[str | None]) -> list[str]:
-    """Draw a held-out image, and below it the model's answer at each moment."""
+    """Draw a held-out image, with the model's answer at each moment below."""
     middle = 748 / SHOWN * (number + 0.5)
     solution = row.columns["solution"]
     words = [(escape((answer or "no answer")[:16]), color(answer == solution)) for answer in answers]
@@ -105,7 +105,7 @@ def tile(number: int, row: Row, answers: list[str | None]) -> list[str]:
 
 
 def chart(picture: Picture, moments: list[Moment]):
-    """Draw the accuracy on held-out images; the animation reveals the curve step by step."""
+    """Draw the accuracy on held-out images, a curve that the animation reveals step by step."""
     last_step = moments[-1].step
 
     def place(step: float, share: float) -> tuple[float, float]:
@@ -131,15 +131,14 @@ def chart(picture: Picture, moments: list[Moment]):
 
 
 def color(is_right: bool) -> str:
-    """Return blue for right answers and orange for wrong answers."""
+    """Return blue for right and orange for wrong answers."""
     return BLUES[0] if is_right else ORANGES[0]
 
 
 def column(x: float, y: float, lines: list[tuple[str, str]], size: int, name: str, anchor: str = "middle") -> str:
-    """Return an animated text that shows one line per moment.
+    """Return an animated text, one line per moment.
 
-    `lines` has the text and the color of each moment. The lines are drawn below each other, and a window that is one
-    line high moves over them.
+    `lines` has (text, color) per moment, drawn below each other; a window one line high moves over them.
     """
     step = 2 * size
     written = "".join(
@@ -156,7 +155,7 @@ def column(x: float, y: float, lines: list[tuple[str, str]], size: int, name: st
 
 
 def moving(attribute: str, values: list[str], discrete: bool = False, kind: str = "animate", more: str = "") -> str:
-    """Return an SVG element that animates one attribute of its parent element in an endless loop."""
+    """Return an SVG element that animates an attribute of its parent in an endless loop."""
     values = [values[0]] * REST + values + [values[-1]] * END
     mode = " calcMode='discrete'" if discrete else ""
     return (

@@ -1,6 +1,6 @@
-"""Draw the curves of docs/it_learns.md, and write its tables from the JSON files in docs/curves.
+"""Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
+    python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
 """
 
 import json
@@ -13,7 +13,7 @@ from recipes.sums import TRAINED
 
 PAGE = DOCS / "it_learns.md"
 COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
-TOP, BOTTOM, WIDTH = 60, 260, 290  # of a chart, in pixels
+TOP, BOTTOM, WIDTH = 60, 260, 290  # chart edges in pixels
 
 
 def read(name: str) -> dict:
@@ -21,7 +21,7 @@ def read(name: str) -> dict:
 
 
 def chart(picture: Picture, left: float, last: float, label: str, curves: list[tuple[list, list, str, float]]):
-    """Draw curves (x values, shares, color, thickness) with x from 0 to `last`."""
+    """Draw curves (x values, shares, color, line width), with x from 0 to `last`."""
 
     def place(x: float, share: float) -> tuple[float, float]:
         return round(left + WIDTH * x / last, 1), round(BOTTOM - (BOTTOM - TOP) * share, 1)
@@ -37,7 +37,7 @@ def chart(picture: Picture, left: float, last: float, label: str, curves: list[t
 
 
 def draw_same_curve(results: dict) -> str:
-    """Draw the accuracy of all runs over steps and over CPU seconds."""
+    """Draw the accuracy of all runs, over steps and over CPU seconds."""
     runs = results["runs"]
     picture = Picture(760, 320, "TRL and minivlmrl learn the same curve over steps, and minivlmrl sooner over seconds")
     for number, (side, colors) in enumerate(COLORS.items()):
@@ -57,7 +57,7 @@ def draw_same_curve(results: dict) -> str:
 
 
 def draw_sums(results: dict) -> str:
-    """Draw the held-out accuracy of all runs of recipes/sums.yaml, sampled and greedy."""
+    """Draw the held-out accuracy, sampled and greedy, for all runs of recipes/sums.yaml."""
     picture = Picture(760, 320, "A pretrained model learns arithmetic from rewards, but not from shuffled rewards")
     last = max(run["steps"][-1] for run in results["runs"])
     for left, way in ((60, "sampled"), (420, "greedy")):
@@ -68,14 +68,14 @@ def draw_sums(results: dict) -> str:
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """Write the mean and the range of values, such as 0.90 (0.85 to 0.93)."""
+    """Format mean and range, such as 0.90 (0.85 to 0.93)."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def same_curve_rows(results: dict) -> list[str]:
-    """Return the rows of the table about both trainers."""
+    """Return the table rows that compare both trainers."""
     rows = []
     for number, step in enumerate(results["runs"][0]["steps"]):
         cells = [str(step)]
@@ -87,7 +87,7 @@ def same_curve_rows(results: dict) -> list[str]:
 
 
 def sums_rows(results: dict) -> list[str]:
-    """Return the rows of the table about the runs of recipes/sums.yaml."""
+    """Return the table rows about runs of recipes/sums.yaml."""
     rows = []
     for run in results["runs"]:
         accuracies = [f"{run[way][i]:.3f}" for i in (0, -1) for way in ("sampled", "greedy")]
@@ -97,7 +97,7 @@ def sums_rows(results: dict) -> list[str]:
 
 
 def clothes_rows(results: dict) -> list[str]:
-    """Return the rows of the table about photographs of clothes: accuracy after a run, for each seed."""
+    """Return the table rows about clothes: accuracy after a run, per seed."""
     rows = []
     for name in dict.fromkeys(run["run"] for run in results["runs"]):
         runs = [run for run in results["runs"] if run["run"] == name]
@@ -108,7 +108,7 @@ def clothes_rows(results: dict) -> list[str]:
 
 
 def kind_rows(results: dict) -> list[str]:
-    """Return the rows of the table about the kinds of problems, and of other questions, of the first run."""
+    """Return the table rows about kinds of problems in the first run, and about other questions."""
     before, after = results["before"], results["runs"][0]
     rows = []
     for kind, value in before["kinds"].items():
@@ -118,7 +118,7 @@ def kind_rows(results: dict) -> list[str]:
     return [*rows, f"| ten questions about other things | {' | '.join(right)} |"]
 
 
-TABLES = {  # heading cell of a table: JSON file and rows
+TABLES = {  # {first heading cell: (JSON file, rows)}
     "after steps": ("same_curve", same_curve_rows),
     "run": ("sums", sums_rows),
     "kind": ("sums", kind_rows),
@@ -128,7 +128,7 @@ PICTURES = {"images/same_curve.svg": draw_same_curve, "images/sums.svg": draw_su
 
 
 def page() -> str:
-    """Return the page with tables that are written anew."""
+    """Return the page with new tables."""
     text = PAGE.read_text(encoding="utf-8")
     for heading, (name, rows) in TABLES.items():
         table = rf"(?m)(^\| {heading} \|.*\n\|[-|]+\n)(?:\|.*\n)+"

@@ -1,7 +1,7 @@
-"""Write the generated pages and images in docs/ that do not need a run: python -m docs.scripts.make_pages
+"""Write the generated pages and images in docs/ that need no run: python -m docs.scripts.make_pages
 
-A test in tests/repository/test_docs.py fails if a file in docs/ differs from its generated text. The scripts first_run
-and screenshots need a run, and the page that the script step writes is not stored, so these three are run separately.
+tests/repository/test_docs.py fails if a file in docs/ differs from its generated text. Not included: first_run and
+screenshots, which need a run, and step, whose page is not stored.
 """
 
 from docs.scripts import diagrams, notebooks, walkthrough

@@ -1,7 +1,7 @@
-"""Record a training step for each exhibit of docs/museum.md. The function `record` shows how to record a step.
+"""Record a training step per exhibit in docs/museum.md; `record` shows how to record a step.
 
-An exhibit is a section of docs/museum.md with a diff of one line of minimal.py, and a row in the table of the
-page with what `minivlmrl parity` says about a step of the changed file.
+An exhibit is a section of that page with a one-line diff of minimal.py, and a table row with what `minivlmrl parity`
+says about a step of the changed file.
 """
 
 import io
@@ -30,11 +30,11 @@ ROW = re.compile(r"^\| \d+ \|.+\| (\w+) \| ([\w ]+) \| (.+) \|$", re.MULTILINE)
 
 class Exhibit(NamedTuple):
     title: str
-    right: str  # a part of minimal.py
+    right: str  # part of minimal.py
     wrong: str
     kind: str  # grpo, dpo or sft
-    stage: str  # the first stage of `parity` in which a step of the changed file differs
-    says: str  # what parity prints about the stage
+    stage: str  # first stage in `parity` where a step of the changed file differs
+    says: str  # what parity prints about this stage
 
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -42,21 +42,21 @@ EXHIBITS = [Exhibit(*section, *row) for section, row in zip(SECTION.findall(TEXT
 
 
 def changed(exhibit: Exhibit) -> str:
-    """Return the code of minimal.py with an exhibit's wrong line."""
+    """Return minimal.py with the exhibit's wrong line."""
     if SOURCE.count(exhibit.right) != 1:
         raise ValueError(f"minimal.py has {exhibit.right!r} {SOURCE.count(exhibit.right)} times instead of once")
     return SOURCE.replace(exhibit.right, exhibit.wrong)
 
 
 def execute(source: str) -> dict:
-    """Run a copy of minimal.py that may be changed, and return the names that it defines."""
+    """Run a copy of minimal.py, possibly changed, and return the names it defines."""
     names = {"__name__": "museum"}
     exec(compile(source, "minimal.py", "exec"), names)
     return names
 
 
 def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
-    """Record what minimal.py's functions return in the last training step, and save the weights of each step."""
+    """Record what functions in minimal.py return in the last training step, and save the weights of every step."""
     seen = defaultdict(list)
 
     def keep(name: str, function, look):
@@ -91,15 +91,15 @@ def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
 
 
 def rows(tensors: list[Tensor]) -> Tensor:
-    """Concatenate the rows of all prompts, padded to the longest answer."""
+    """Concatenate rows from all prompts, padded to the longest answer."""
     return pad_sequence([row.detach() for tensor in tensors for row in tensor], batch_first=True)
 
 
 def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
-    """Return the recorded tensors with the names in docs/library.md. Prompts may differ only in images."""
+    """Return recorded tensors, named as in docs/library.md; prompts may differ only in images."""
     prompts, ids, logps = zip(*seen["scored"], strict=True)
     number, each = torch.arange(sum(map(len, ids))), len(ids[0])
-    is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token
+    is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # True up to the first end token
     prompt = prompts[0].ids.expand(len(number), -1)
     images = [image for p in prompts for image in p.images * each]
     tensors = {
@@ -126,7 +126,7 @@ def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
 
 
 def record(kind: str, source: str, folder: Path) -> str:
-    """Train random weights for two steps with the code `source`, and return parity's report about the second step."""
+    """Train random weights for two steps with the code `source`, and return parity's report on the second."""
     names = execute(source)
     random.seed(0)
     torch.manual_seed(0)

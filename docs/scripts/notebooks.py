@@ -1,7 +1,7 @@
-"""Run the notebooks in docs/, and store the outputs of their cells: python -m docs.scripts.notebooks
+"""Run the notebooks in docs/, and store their cell outputs: python -m docs.scripts.notebooks
 
-tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs the cells before
-the first training, and compares their outputs with those in the notebook.
+tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs those before the
+first training, and compares their outputs with the stored ones.
 """
 
 import ast
@@ -22,13 +22,13 @@ NOTEBOOKS = sorted(Path(__file__).parents[1].glob("*.ipynb"))
 
 
 def main():
-    """Run all cells of all notebooks, which takes some minutes."""
+    """Run all cells in all notebooks, which takes some minutes."""
     for path in NOTEBOOKS:
         path.write_text(with_outputs(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_outputs(text: str) -> str:
-    """Run the code cells of a notebook in an empty folder, and return the notebook with their outputs."""
+    """Run a notebook's code cells in an empty folder, and return the notebook with their outputs."""
     content = json.loads(text)
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), start=1):
@@ -40,9 +40,9 @@ def with_outputs(text: str) -> str:
 
 
 def run_cells(cells: list[dict]) -> list[list[dict]]:
-    """Run code cells in an empty folder, and return the outputs of each cell in the notebook format."""
+    """Run code cells in an empty folder, and return outputs per cell, in the notebook format."""
     space = {"__name__": "__main__"}
-    # If the module ipykernel is loaded, training prints every tenth step instead of every step.
+    # with ipykernel loaded, training prints only every tenth step
     sys.modules["ipykernel"] = ModuleType("ipykernel")
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -52,7 +52,7 @@ def run_cells(cells: list[dict]) -> list[list[dict]]:
 
 
 def run_cell(source: str, space: dict) -> list[dict]:
-    """Run a code cell in a namespace, and return its printed text and the value of its last expression."""
+    """Run a code cell in a namespace; return its printed text and the value of its last expression."""
     statements = ast.parse(source).body
     last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -69,7 +69,7 @@ def run_cell(source: str, space: dict) -> list[dict]:
         if isinstance(value, PIL.Image.Image):
             file = io.BytesIO()
             value.save(file, "PNG", optimize=True)
-            size = f"<PIL image, {value.width} x {value.height}>"  # repr() has an address in memory
+            size = f"<PIL image, {value.width} x {value.height}>"  # repr() has a memory address
             data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": [size]}
         outputs.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
     return outputs

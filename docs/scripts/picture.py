@@ -1,4 +1,4 @@
-"""Draw a picture as an SVG file."""
+"""Draw a picture as SVG."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
 class Picture:
-    """An SVG file with a white background, so that it looks the same on a dark page."""
+    """An SVG file with a white background, which looks the same on a dark page."""
 
     def __init__(self, width: int, height: int, title: str):
         self.lines = [
@@ -28,7 +28,7 @@ class Picture:
     def text(
         self, x: float, y: float, words: str, size=13, fill=INK, anchor="middle", bold: bool = False, halo: str = ""
     ):
-        """Write text whose middle, start or end is at x and whose baseline is at y; `halo` colors its outline."""
+        """Write text with its middle, start or end at x, and its baseline at y; `halo` is its outline color."""
         more = " font-weight='bold'" if bold else ""
         more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(
@@ -37,7 +37,7 @@ class Picture:
         )
 
     def note(self, x: float, y: float, *lines: str):
-        """Write text lines below each other; the first line's baseline is at y."""
+        """Write lines of text; the first baseline is at y."""
         for number, words in enumerate(lines):
             self.text(x, y + 17 * number, words, 12, INK, "start")
 
@@ -47,7 +47,7 @@ class Picture:
         self.lines.append(f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{thick:g}'/>")
 
     def arrow(self, *points: tuple[float, float]):
-        """Draw a line through points with an arrowhead at the last point; the last segment is parallel to an axis."""
+        """Draw a line with an arrowhead at the last point; the last segment is parallel to an axis."""
         (x, y), (before_x, before_y) = points[-1], points[-2]
         along_x, along_y = (x > before_x) - (x < before_x), (y > before_y) - (y < before_y)
         self.line([*points], INK, 1.5)
@@ -59,5 +59,5 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """Return the text of the SVG file."""
+        """Return the SVG file as text."""
         return "\n".join([*self.lines, "</svg>"]) + "\n"

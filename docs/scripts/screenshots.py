@@ -1,8 +1,8 @@
-"""Take the screenshots of docs/images/ with Chromium, after `python train.py` and `python -m docs.scripts.step`.
+"""Take the screenshots in docs/images/ with Chromium, after `python train.py` and `python -m docs.scripts.step`.
 
     python -m docs.scripts.screenshots runs/shapes
 
-A screenshot is 620 pixels wide, so that a phone shows it sharply.
+Pages are 620 pixels wide, so that a phone shows them sharply.
 """
 
 import shutil
@@ -15,13 +15,13 @@ import PIL.Image
 
 from docs.scripts.picture import DOCS
 
-WIDTH, SCALE = 620, 2  # in pixels of a page; pixels of a picture for each of them
+WIDTH, SCALE = 620, 2  # page width in pixels; picture pixels per page pixel
 BROWSERS = "chromium", "chromium-browser", "google-chrome"
 FLAGS = "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--force-device-scale-factor={SCALE}"
 
 
 def screenshot(page: Path, picture: Path, height: int):
-    """Save the top of a page, WIDTH x height pixels, as a PNG file with 256 colors."""
+    """Save the top of a page, WIDTH x height pixels, as PNG with 256 colors."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit("the screenshots need Chromium: apt install chromium")

@@ -1,10 +1,9 @@
-"""Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line computed.
+"""Write docs/step.html: all lines of minimal.py in one GRPO step, with the values that they computed.
 
-The tracer `Film` is called before each line of minimal.py. The first two rounds of each loop and the first two
-calls by each line are recorded; later rounds and calls are only counted.
+    python -m docs.scripts.step    # half a minute; then open docs/step.html in a browser
 
-`python -m docs.scripts.step` writes the page in half a minute; then open docs/step.html in a browser. The build of the
-website runs this script.
+The tracer `Film` is called before every line of minimal.py. It records the first two rounds of a loop and the first two
+calls by a line, and only counts later ones. The website build runs this script.
 """
 
 import base64
@@ -33,7 +32,7 @@ REPEATS = 2
 PAGE = Path(__file__).parents[1] / "step.html"
 TEMPLATE = Path(__file__).with_name("step_template.html")
 MAX_NUMBERS = 180  # a larger matrix is recorded as a heat map
-MAX_ITEMS = 60, 12, 6, 0  # recorded items of a container, by its depth in other containers
+MAX_ITEMS = 60, 12, 6, 0  # recorded items per container, by nesting depth
 SFT = Namespace(max_steps=15, prompts_per_step=16, learning_rate=3e-3, warmup_steps=5, beta=0.0)
 GRPO = Namespace(
     max_steps=1, prompts_per_step=2, learning_rate=3e-4, warmup_steps=1, beta=0.02, num_generations=4, max_new_tokens=20
@@ -43,23 +42,23 @@ GRPO = Namespace(
 @dataclass
 class Call:
     number: int
-    line: int  # the line that is being executed
+    line: int  # current line number
     times: Counter = field(default_factory=Counter)  # executions of a line, and calls by (line, function)
     seen: dict = field(default_factory=dict)  # {variable: (value, version)}
 
 
 class Film:
-    """Trace function for Python that records the executed lines of minimal.py."""
+    """Trace function for Python, which records executed lines of minimal.py."""
 
     def __init__(self):
-        self.calls = []  # [function, number of the call that called it]
+        self.calls = []  # (function, number of the calling call)
         self.events = []  # ["call", "line" or "return", call, line, [[line, variable, value], ...], result]
-        self.more = Counter()  # {(call, line, function or ""): calls or rounds that are not recorded}
+        self.more = Counter()  # {(call, line, function or ""): calls or rounds not recorded}
         self.values = {}  # {description of a value as JSON: its number in the page}
-        self.open = {}  # {frame: its Call, or None for a call that is not recorded}
+        self.open = {}  # {frame: its Call, None if not recorded}
 
     def __call__(self, frame, event, arg):
-        """Begin to record a call. Python calls the tracer when any function starts or a generator continues."""
+        """Begin to record a call; Python calls this when a function starts or a generator continues."""
         code = frame.f_code
         if code.co_filename != minimal.__file__ or code.co_name.startswith("<"):
             return None
@@ -71,7 +70,7 @@ class Film:
         return self.trace
 
     def begin(self, frame, caller: Call | None, is_first: bool) -> Call | None:
-        """Record the call of a function, if the caller and its line are recorded."""
+        """Record a function call, if caller and line are recorded."""
         name = frame.f_code.co_qualname
         if caller:
             caller.times[caller.line, name] += 1
@@ -86,7 +85,7 @@ class Film:
         return call
 
     def trace(self, frame, event, arg):
-        """Record an executed line or a return. Python calls `trace` before each line and at each return."""
+        """Record an executed line or a return; Python calls this before each line and at each return."""
         call = self.open[frame]
         if call and event == "return":
             self.record("return", frame, call, self.number(arg))
@@ -97,12 +96,12 @@ class Film:
             else:
                 self.more[call.number, frame.f_lineno, ""] += 1
             call.line = frame.f_lineno
-        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:  # a generator continues
+        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:  # a generator continues later
             del self.open[frame]
         return self.trace
 
     def record(self, kind: str, frame, call: Call, returned: int | None = None):
-        """Record an event of a call, with the variables that have changed since the last event of this call."""
+        """Record an event in a call, with variables that changed since its last event."""
         made = []
         variables = frame.f_locals
         if frame.f_code is minimal.train.__code__:
@@ -117,7 +116,7 @@ class Film:
         self.events.append([kind, call.number, frame.f_lineno, made, returned])
 
     def number(self, x, name="") -> int:
-        """Return the index of a value in the page's list of values, which contains equal values only once."""
+        """Return a value's index in the page's list of values, without duplicates."""
         return self.values.setdefault(json.dumps(describe(x, name), allow_nan=False), len(self.values))
 
     def page(self, tokenizer) -> str:
@@ -161,7 +160,7 @@ def describe(x, name="", depth=0):
 
 
 def describe_tensor(x: Tensor, name: str) -> dict:
-    """Describe a tensor by its dtype, shape, mean, minimum, maximum, and its first matrix or a heat map of it."""
+    """Describe a tensor: dtype, shape, mean, minimum, maximum, and its first matrix or a heat map of it."""
     dtype = str(x.dtype).removeprefix("torch.")
     result = {"of": dtype, "shape": list(x.shape)}
     numbers = x.double()
@@ -184,7 +183,7 @@ def describe_tensor(x: Tensor, name: str) -> dict:
 
 
 def contact_sheet(patches: Tensor) -> PIL.Image.Image:
-    """Draw the first frame of all patches (P, 3 * 2 * side * side), 16 patches in a row, with gaps between them."""
+    """Draw the first frame of all patches (P, 3 * 2 * side * side), 16 per row, with gaps."""
     side = math.isqrt(patches.shape[1] // 6)
     tiles = patches.view(-1, 3, 2, side, side)[:, :, 0].float()  # (P, 3, side, side)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (minimal.MEAN, minimal.STD))
@@ -202,7 +201,7 @@ def png(image: PIL.Image.Image) -> str:
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """Compute the norm of the gradient in each layer, block, or other module."""
+    """Compute gradient norms per layer, block, or other module."""
     squares = Counter()
     for name, weight in model.named_parameters():
         parts = name.split(".")[:-1]
@@ -212,7 +211,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 
 
 def trained_model() -> minimal.QwenVL:
-    """Return the model of the built-in task in float64, after 15 SFT steps, so that its completions still differ."""
+    """Return the built-in task's model in float64, after 15 SFT steps, so that its completions still differ."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
@@ -224,14 +223,14 @@ def trained_model() -> minimal.QwenVL:
 
 
 def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -> list[dict]:
-    """Return rows for a GRPO step, and set a random seed for which the samples of each row have all wanted rewards."""
+    """Return rows for a GRPO step, and set a random seed with which samples for all rows have all wanted rewards."""
     for seed in itertools.count():
         random.seed(seed)
         rows = [minimal.draw_row() for _ in range(options.prompts_per_step)]
         state = random.getstate()
         torch.manual_seed(seed)
         groups = []
-        for row in random.sample(rows, len(rows)):  # the order in `train`
+        for row in random.sample(rows, len(rows)):  # same order as in `train`
             sampled = minimal.sample(
                 model, minimal.make_prompt(model, row), options.num_generations, options.max_new_tokens
             )
@@ -243,7 +242,7 @@ def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -
 
 
 def page() -> str:
-    """Record a GRPO step on two images with four completions for each, and return the page."""
+    """Record a GRPO step on two images with four completions each, and return the page."""
     model = trained_model()
     rows = choose_rows(model, GRPO, {0.5, 1.5})
     film = Film()

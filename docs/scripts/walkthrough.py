@@ -1,7 +1,7 @@
-"""Write docs/walkthrough.md and its pictures, which show what minimal.py computes in a GRPO step on one image.
+"""Write docs/walkthrough.md and its pictures: what minimal.py computes in a GRPO step on one image.
 
-Weights and activations are float64, so that no printed number depends on the machine. `python -m
-docs.scripts.make_pages` writes the page, and a test compares it with the output of this script.
+Weights and activations are float64, so that printed numbers do not depend on the machine. `python -m
+docs.scripts.make_pages` writes the page, and a test compares it with this script's output.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ The weights are float64, so other machines print the same numbers.
 P is the number of patches, L is the number of tokens in the prompt, G is the number of completions, and T is the number
 of tokens in the longest completion.
 """
-# Each section has a title, a function, the variables to print, and a text in which names in braces become numbers.
+# sections: title, function, variables to print, and text, in which names in braces become numbers
 SECTIONS = """\
 # Patches: patchify image frames patches
 `patchify` cuts the image into {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x
@@ -116,9 +116,9 @@ of a step into one sequence. In this picture, each line is a token, and its colo
 
 @cache
 def numbers() -> dict[str, dict]:
-    """Run a GRPO step of minimal.py. Return the variables and the result of the first call of each function.
+    """Run a GRPO step of minimal.py; return variables and result from the first call of each function.
 
-    For the function `train`, the result also has gradient norms and the change of each completion's log-probability.
+    `train` also has gradient norms, and the change in each completion's log-probability.
     """
     model = trained_model()
     found, norms = {}, {}
@@ -127,7 +127,7 @@ def numbers() -> dict[str, dict]:
         if event == "return" and frame.f_code.co_filename == minimal.__file__:
             name = frame.f_code.co_qualname
             found.setdefault(name, {**frame.f_locals, "return": result})
-            if name == "grpo":  # it ends after loss.backward()
+            if name == "grpo":  # returns after loss.backward(), so gradients exist
                 norms.update(gradient_norms(model))
 
     rows = choose_rows(model, OPTIONS, {0.0, 0.5, 1.5})
@@ -157,7 +157,7 @@ def page() -> str:
 
 
 def facts() -> dict:
-    """Return the numbers that replace the names in braces in docs/walkthrough.md."""
+    """Return {name: number} for names in braces in docs/walkthrough.md."""
     group, patches = numbers()["grpo"], numbers()["patchify"]
     counts = {"P": len(patches["patches"]), "side": patches["patch"], "numbers": patches["patches"].shape[1]}
     counts |= {"merged": len(patches["patches"]) // 4, "vocab": numbers()["log_probabilities"]["logits"].shape[-1]}
@@ -170,7 +170,7 @@ def facts() -> dict:
 
 
 def more_lines(title: str) -> list[str]:
-    """Return a section's printed lines that do not show the value of a variable."""
+    """Return the printed lines in a section that show no variable."""
     group = numbers()["grpo"]
     if title == "Prompt":
         runs = [(word, len([*same])) for word, same in itertools.groupby(spell(group["prompt"].ids))]
@@ -189,18 +189,18 @@ def more_lines(title: str) -> list[str]:
 
 
 def spell(ids: Tensor) -> list[str]:
-    """Return the text of each token, with escapes such as \\n for invisible characters."""
+    """Return token texts, with escapes such as \\n for invisible characters."""
     decode = numbers()["grpo"]["model"].tokenizer.decode
     return [repr(decode([number], skip_special_tokens=False))[1:-1] for number in ids.tolist()]
 
 
 def clean(value: float) -> str:
-    """Format a number with three significant digits; numbers below 2e-7, which are rounding errors, become 0."""
+    """Format a number with three significant digits; below 2e-7, rounding errors become 0."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
 def shown(name: str, value, count: int = 5) -> str:
-    """Format a value as one line: its name, and for a tensor its shape, dtype and first `count` numbers."""
+    """Format a value in one line: name, and for a tensor shape, dtype and first `count` numbers."""
     if isinstance(value, list):
         value = torch.tensor(value)
     if isinstance(value, PIL.Image.Image):
@@ -213,7 +213,7 @@ def shown(name: str, value, count: int = 5) -> str:
 
 
 def write_picture():
-    """Write the image of the prompt to docs/walkthrough.png, unless the file already shows this image."""
+    """Write the prompt image to docs/walkthrough.png, unless the file already shows it."""
     path, pixels = DOCS / "images/walkthrough.png", np.asarray(numbers()["patchify"]["image"])
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)
@@ -252,7 +252,7 @@ def patches() -> str:
 
 
 def tokens() -> str:
-    """Draw each completion as a row with a box per token; less likely tokens are darker."""
+    """Draw a row per completion and a box per token; less likely tokens are darker."""
     group = numbers()["grpo"]
     words = [spell(row[kept]) for row, kept in zip(group["completions"], group["mask"], strict=True)]
     scores = zip(group["rewards"].tolist(), group["advantages"].tolist(), strict=True)
@@ -285,7 +285,7 @@ def shade(color: str, share: float) -> str:
 
 
 def update() -> str:
-    """Draw the gradient norm of each module, and the change of each completion's log-probability."""
+    """Draw gradient norms per module, and the change in each completion's log-probability."""
     norms, change = numbers()["train"]["norms"], numbers()["train"]["change"]
     advantages = numbers()["grpo"]["advantages"].tolist()
     picture = Picture(760, 84 + 26 * max(len(norms), len(change)), "Gradients and what the update moves")

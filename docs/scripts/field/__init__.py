@@ -1,4 +1,4 @@
-"""The losses of public projects, compared with those of TRL."""
+"""Losses in public projects, compared with TRL's."""
 
 from docs.scripts.field import other_projects, torch_projects
 

@@ -3,8 +3,8 @@
     python -m docs.scripts.field PROJECT FOLDER
     python -m docs.scripts.field PROJECT FOLDER --laws
 
-FOLDER is a clone of the project, or its unpacked wheel. The script also checks laws that every correct loss obeys. With
---laws, it checks only the laws, without a comparison with TRL, and also prints their notes.
+FOLDER is a clone or unpacked wheel of the project. The script also checks laws that every correct loss obeys. --laws
+checks only these, without TRL, and prints their notes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Adapters that call the losses of public projects in JAX and MLX."""
+"""Adapters for public projects' losses in JAX and MLX."""
 
 import functools
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from docs.scripts.field.reading import Project, Settings, is_sequence
 
 
 def easydel(theirs, b, o):
-    """Call EasyDeL's step in its evaluation mode, which returns the loss."""
+    """Call EasyDeL's step in evaluation mode, which returns the loss."""
     theirs.get_per_token_logps = lambda *_, **__: b.logps
     state = Settings(merge=lambda tree: lambda: None, graphstate=None)
     names = ("prompt_ids", "prompt_mask", "completion_ids")
@@ -39,9 +39,9 @@ def tunix_default_kl(theirs, b, o):
 
 
 def mlx_lm_lora(theirs, b, o):
-    """Call mlx-lm-lora's loss with rows of log-probabilities in place of the models' outputs.
+    """Call mlx-lm-lora's loss, with log-probabilities in place of model outputs.
 
-    The project has no mask, but counts the tokens of a row, so the tokens in the mask come first.
+    The project has no mask, but counts tokens per row, so the tokens in the mask come first.
     """
     mx = theirs.mx
     T = b.mask.shape[1]

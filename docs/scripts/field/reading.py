@@ -1,7 +1,6 @@
-"""Read the loss functions of a public project, and compare its losses with those of TRL.
+"""Read loss functions from a public project, and compare them with TRL's.
 
-The loss functions are read from a project's source files, so that neither the project's package nor its dependencies
-need to be installed.
+They are read from source files, so neither the project nor its dependencies must be installed.
 """
 
 import __future__
@@ -24,7 +23,7 @@ from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
 K3 = {"beta": 0.1, "use_bias_correction_kl": False}
-# for each loss in docs/losses_of_the_field.md, the options that select the test cases recorded from TRL
+# losses in docs/losses_of_the_field.md: options that select test cases recorded from TRL
 LOSSES = {
     "GRPO": GRPO,
     "GRPO, k3": GRPO | K3,
@@ -47,14 +46,14 @@ LOSSES = {
     "robust": {"kind": "dpo", "loss_type": ["robust"]},
     "SFT": {"kind": "sft", "loss_type": "nll"},
 }
-# modules, under the names by which the functions use them
+# modules, by the names that the functions use
 MODULES = {"torch": {}, "jax": {"jax": "jax", "jnp": "jax.numpy"}, "mlx": {"mx": "mlx.core"}}
-# decorators that change what a function computes; the others are removed, because they would need imports
+# decorators to keep, because they change results; others would need imports
 KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod")
 
 
 class Settings(SimpleNamespace):
-    """A stub with arbitrary attributes, which stands in for a project's config, trainer or base class."""
+    """Stub with arbitrary attributes, in place of a project's config, trainer or base class."""
 
     def __init_subclass__(cls, **_):
         pass
@@ -65,25 +64,25 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """A public project: the files with its loss functions, and adapters that call these functions.
+    """A public project: files with loss functions, and adapters that call them.
 
     An adapter gets the project's functions, a batch and options, and returns a loss. `check` in loss.py describes the
     options. The batch has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences.
     """
 
     source: str  # package on PyPI or repository
-    tried: str  # the version, or the commit and date, that the page's table is about
-    # "FILE: NAMES; FILE: NAMES", where a name is that of a function, class or method (Class.method). NAME[first:last]
-    # is the part of a function from the statement that assigns `first` to the one that assigns `last`; it becomes a
-    # function that gets the part's variables, and returns all of them.
+    tried: str  # version, or commit and date, in the page's table
+    # "FILE: NAMES; FILE: NAMES"; a name is a function, class or method (Class.method). NAME[first:last] is part of a
+    # function, from the statement that assigns `first` to the one that assigns `last`; it becomes a function of its
+    # variables that returns all of them.
     files: str
-    adapters: dict[Callable, str]  # losses that each adapter computes, separated by "; "
-    modules: str = ""  # names by which the functions call each other's modules
-    others: dict = field(default_factory=dict)  # further global names that the functions need
+    adapters: dict[Callable, str]  # {adapter: losses that it computes, separated by "; "}
+    modules: str = ""  # names by which the functions call their own modules
+    others: dict = field(default_factory=dict)  # other global names that the functions need
     framework: str = "torch"
 
     def functions(self) -> list[tuple[str, list[str]]]:
-        """List the project's source files, each with the names of the loss functions in the file."""
+        """List source files with the names of their loss functions."""
         parts = [text.partition(": ") for text in self.files.split("; ")]
         return [(file, names.split()) for file, _, names in parts]
 
@@ -118,7 +117,7 @@ def read_functions(project: Project, folder: Path) -> SimpleNamespace:
 
 
 def compiled(statements: list[ast.stmt], file: Path):
-    """Compile statements so that annotations, which need imports, are not evaluated."""
+    """Compile statements without evaluating annotations, which would need imports."""
     return compile(ast.Module(statements, []), str(file), "exec", __future__.annotations.compiler_flag)
 
 
@@ -127,9 +126,9 @@ def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDe
 
 
 def part_of(function: ast.AST, first: str, last: str) -> list[ast.stmt]:
-    """Return the statements from the first one that assigns `first` to the next one that assigns `last`.
+    """Return the statements from the first that assigns `first` to the next that assigns `last`.
 
-    Both are in the same block, and this block is the innermost one.
+    Both are in the same block, the innermost possible.
     """
     parts = []
     for node in ast.walk(function):
@@ -144,13 +143,13 @@ def part_of(function: ast.AST, first: str, last: str) -> list[ast.stmt]:
 
 
 def assigned(statement: ast.stmt) -> set[str]:
-    """Return the names of the variables that a statement assigns, in its branches as well."""
+    """Return the names of variables that a statement assigns, also in its branches."""
     names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
     return {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def as_function(code, theirs: SimpleNamespace) -> Callable:
-    """Return a function that runs a part of a function with the given variables, and returns all variables."""
+    """Return a function that runs part of a function with given variables, and returns all variables."""
 
     def run(**variables) -> SimpleNamespace:
         variables = {**vars(theirs), **variables}
@@ -161,12 +160,12 @@ def as_function(code, theirs: SimpleNamespace) -> Callable:
 
 
 def judge_project(project: Project, folder: str | Path, seconds: float = 10.0) -> dict[str, Verdict]:
-    """Compare all losses of a public project with values and gradients recorded from TRL.
+    """Compare a public project's losses with values and gradients recorded from TRL.
 
     Args:
-        project: the project's files and adapters.
-        folder: clone or unpacked wheel with the project's files.
-        seconds: time for the search of each loss.
+        project: files and adapters.
+        folder: clone or unpacked wheel.
+        seconds: search time per loss.
     """
     bridge = {"tolerance": 1e-5, "framework": project.framework}
     losses = losses_of(project, folder)
@@ -174,7 +173,7 @@ def judge_project(project: Project, folder: str | Path, seconds: float = 10.0) -
 
 
 def examine_project(project: Project, folder: str | Path) -> dict[str, LawReport]:
-    """Check which laws the losses of a public project obey."""
+    """Check which laws a public project's losses obey."""
     reports = {}
     for name, loss in losses_of(project, folder).items():
         reports[name] = examine(loss, tolerance=1e-5, framework=project.framework, **LOSSES[name])
@@ -182,7 +181,7 @@ def examine_project(project: Project, folder: str | Path) -> dict[str, LawReport
 
 
 def losses_of(project: Project, folder: str | Path) -> dict[str, Callable]:
-    """Return the losses of a public project, by name, as functions of a batch and options."""
+    """Return {name: loss} for a public project; a loss is a function of a batch and options."""
     theirs = read_functions(project, Path(folder))
     adapters = {name: adapter for adapter, names in project.adapters.items() for name in names.split("; ")}
     return {name: as_loss(adapter, theirs) for name, adapter in adapters.items()}
@@ -198,7 +197,7 @@ SHORT = {"logps": "per_token_logps", "old": "old_per_token_logps", "ref": "ref_p
 
 
 class Inputs:
-    """Arguments of a loss as attributes. Only those that an adapter uses count as read (see calling.Arguments)."""
+    """Loss arguments as attributes; only those that an adapter uses count as read (see calling.Arguments)."""
 
     def __init__(self, arguments: dict):
         self.arguments = arguments
@@ -211,13 +210,13 @@ class Inputs:
 def section(
     name: str, project: Project, reports: dict[str, LawReport], verdicts: dict[str, Verdict] | None = None
 ) -> str:
-    """Return the Markdown section about a project: its files, and a table with the results for each loss.
+    """Return the Markdown section about a project: its files, and a table of results per loss.
 
     Args:
-        name: the project's name in docs/losses_of_the_field.md.
-        project: the project's files and adapters.
-        reports: for each loss, what the laws say.
-        verdicts: for each loss, the differences from TRL. Without them, the table has all notes of the laws.
+        name: project name in docs/losses_of_the_field.md.
+        project: files and adapters.
+        reports: what the laws say, per loss.
+        verdicts: differences from TRL, per loss. Without them, the table has all notes on the laws.
     """
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
     files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
@@ -251,5 +250,5 @@ def is_sequence(o: SimpleNamespace) -> bool:
 
 
 def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Return four tensors (B,): chosen and rejected log-probabilities of the policy, then of the reference."""
+    """Return four tensors (B,): chosen and rejected policy log-probabilities, then those of the reference."""
     return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]

@@ -1,4 +1,4 @@
-"""Adapters that call the losses of public projects in PyTorch."""
+"""Adapters for public projects' losses in PyTorch."""
 
 import enum
 from collections import defaultdict
@@ -10,7 +10,7 @@ from docs.scripts.field.reading import Project, Settings, is_sequence, sums
 
 
 def verl(theirs, b, o):
-    """Call verl's policy losses with verl's default dual clip of 3."""
+    """Call verl's policy losses, with its default dual clip of 3."""
     averages = {"dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean", "cispo": "token-mean"}
     mode = averages.get(o.loss_type, "seq-mean-token-mean")
     batch = {"batch_num_tokens": o.tokens, "global_batch_size": len(b.mask)}
@@ -27,7 +27,7 @@ def verl(theirs, b, o):
 
 
 def easyr1(theirs, b, o):
-    """Call EasyR1's policy losses with EasyR1's default dual clip of 3."""
+    """Call EasyR1's policy losses, with its default dual clip of 3."""
     mode = "token" if o.loss_type in ("dapo", "cispo") else "seq"
     name = "gspo" if is_sequence(o) else o.loss_type if o.loss_type in ("cispo", "sapo") else "default"
     bounds = (o.epsilon_low, o.epsilon_high, 3.0, 1.0, 1.05)
@@ -72,7 +72,7 @@ def rlhf_book_dpo(theirs, b, o):
 
 
 def slime(theirs, b, o):
-    """Average the per-token losses of the project slime. slime's own code only sums losses over packed samples."""
+    """Average slime's per-token losses; its own code only sums them over packed samples."""
     bounds = (o.epsilon_low, o.epsilon_high)
     if o.loss_type == "cispo":
         loss = theirs.compute_cispo_loss(b.old - b.logps, b.logps, b.advantages, *bounds)[0]
@@ -96,7 +96,7 @@ def areal(theirs, b, o):
 
 
 def areal_dpo(theirs, b, o):
-    """Call AReaL's preference losses, which get all rows in one packed sequence."""
+    """Call AReaL's preference losses, with all rows in one packed sequence."""
     rows = b.mask.flatten(0, 1)
     logps, ref = (F.pad(x.flatten(0, 1), (0, 1)).flatten() for x in (b.logps, b.ref))
     starts = torch.arange(len(rows) + 1) * (rows.shape[1] + 1)
@@ -168,7 +168,7 @@ def nemo_rl_dpo(theirs, b, o):
 
 
 def vlm_r1(theirs, b, o):
-    """Call VLM-R1's compute_loss with num_iterations=2, so that the old log-probabilities are used."""
+    """Call VLM-R1's compute_loss with num_iterations=2, which uses old log-probabilities."""
     prompt = torch.zeros(len(b.mask), 1)
     inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": b.mask, "completion_mask": b.mask}
     inputs |= {"multimodal_inputs": {}, "advantages": b.advantages[:, 0], "old_per_token_logps": b.old}
@@ -182,7 +182,7 @@ def vlm_r1(theirs, b, o):
 
 
 def ms_swift(theirs, b, o):
-    """Call ms-swift's loss in evaluation mode, because its training mode multiplies by the accumulation steps."""
+    """Call ms-swift's loss in evaluation mode; training mode multiplies by the accumulation steps."""
     off = ("compute_entropy", "overlong_filter", "kl_in_reward", "log_rollout_offpolicy_metrics", "_has_teacher")
     unset = ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "chord_sft_iterator")
     trainer = Settings(
@@ -224,9 +224,9 @@ def liger_dpo(theirs, b, o):
 
 
 def torchtune(theirs, b, o):
-    """Call torchtune's losses; GRPOLoss averages over all tokens, and GRPOCompletionLoss has sequence ratios."""
+    """Call torchtune's losses: GRPOLoss averages over all tokens, GRPOCompletionLoss has sequence ratios."""
     name = "GRPOCompletionLoss" if is_sequence(o) else {"bnpo": "GRPOLoss"}.get(o.loss_type, "GRPOSimpleLoss")
-    if name == "GRPOSimpleLoss":  # does not use epsilon and the old log-probabilities, although it takes both
+    if name == "GRPOSimpleLoss":  # takes epsilon and old log-probabilities, but uses neither
         loss, old = theirs.GRPOSimpleLoss(kl_coeff=o.beta), None
     else:
         loss, old = getattr(theirs, name)(o.epsilon_low, o.beta), b.old
@@ -245,7 +245,7 @@ def torchforge(theirs, b, o):
 
 
 def torchtitan(theirs, b, o):
-    """Call torchtitan's DAPO loss, which gets all rows in one packed sequence."""
+    """Call torchtitan's DAPO loss, with all rows in one packed sequence."""
     config = Settings(ratio_clip_low=o.epsilon_low, ratio_clip_high=o.epsilon_high)
     names = {"generator_logprobs": b.old, "advantages": b.advantages, "loss_mask": b.mask.bool()}
     packed = {name: x.flatten() for name, x in names.items()}
@@ -254,7 +254,7 @@ def torchtitan(theirs, b, o):
 
 
 def megatron(theirs, b, o):
-    """Average Megatron-LM's per-token loss over the tokens of each row and then over the rows."""
+    """Average Megatron-LM's per-token loss over tokens per row, then over rows."""
     bounds = (o.epsilon_low, o.epsilon_high)
     loss = theirs.calculate_grpo_loss(b.logps, b.old, b.ref, b.advantages[:, 0], *bounds, o.beta, 0.0)[0]
     return ((loss * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)).mean()
@@ -265,7 +265,7 @@ def minimind(theirs, b, o):
     if o.loss_type == "cispo":
         args.epsilon_high = o.epsilon_high
     else:
-        args.epsilon = o.epsilon_low  # on both sides
+        args.epsilon = o.epsilon_low  # for both sides
     return theirs.grpo_train_epoch(
         per_token_logps=b.logps, old_per_token_logps=b.old, ref_per_token_logps=b.ref, args=args,
         advantages=b.advantages[:, 0], completion_mask=b.mask,
@@ -273,7 +273,7 @@ def minimind(theirs, b, o):
 
 
 def minimind_dpo(theirs, b, o):
-    """Call minimind's DPO loss, whose batch has all chosen rows before all rejected rows."""
+    """Call minimind's DPO loss, with all chosen rows before all rejected rows."""
     ref, logps, mask = (x.transpose(0, 1).flatten(0, 1) for x in (b.ref, b.logps, b.mask))
     return theirs.dpo_loss(ref, logps, mask, o.beta)
 
@@ -310,11 +310,11 @@ def lmm_r1(theirs, b, o):
 
 
 def r1_v(theirs, b, o):
-    """Run the last lines of `compute_loss` from R1-V, or from a project with the same lines."""
+    """Run the last lines of `compute_loss` in R1-V, or in a project with the same lines."""
     names = {"per_token_logps": b.logps, "advantages": b.advantages[:, 0], "completion_mask": b.mask}
     log_ratio = b.ref - b.logps
-    names["per_token_kl"] = log_ratio.exp() - log_ratio - 1  # an earlier line
-    settings = {"kl_approximator": "k3", "use_kl": bool(o.beta), "entropy_reg": False}  # of Perception-R1
+    names["per_token_kl"] = log_ratio.exp() - log_ratio - 1  # computed in an earlier line of the project
+    settings = {"kl_approximator": "k3", "use_kl": bool(o.beta), "entropy_reg": False}  # options in Perception-R1
     return theirs.compute_loss(**names, self=Settings(beta=o.beta, script_args=Settings(**settings))).loss
 
 
@@ -333,7 +333,7 @@ def roll_config(o, dual_clip):
 
 
 def roll(theirs, b, o, dual_clip=False, advantages=None):
-    """Call ROLL's losses; ROLL multiplies advantages by the mask of the answers."""
+    """Call ROLL's losses, which multiply advantages by the answer mask."""
     if advantages is None:
         advantages = b.advantages * b.mask
     cispo = {"cispo_epsilon_low": o.epsilon_low, "cispo_epsilon_high": o.epsilon_high}
@@ -355,7 +355,7 @@ def roll(theirs, b, o, dual_clip=False, advantages=None):
 
 
 def roll_filtered(theirs, b, o):
-    """Average over the tokens that a filter keeps, with the advantages of all tokens."""
+    """Average over tokens that a filter keeps, with the advantages of all tokens."""
     return roll(theirs, b, o, advantages=b.advantages)
 
 
@@ -385,13 +385,13 @@ def axolotl(theirs, b, o):
 
 
 def reasoning_from_scratch(theirs, b, o):
-    """Average the book's objective, which has one ratio for each answer, over rows."""
+    """Average the book's objective, which has one ratio per answer, over rows."""
     found = theirs.compute_grpo_loss(log_ratio=b.logps - b.old, adv=b.advantages, clip_eps=o.epsilon_low)
     return -((found.obj * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)).mean()
 
 
 class BaseLoss(Settings):
-    Config = Settings  # of torchtitan
+    Config = Settings  # torchtitan's Config
 
 
 ONE_PROCESS = Settings(gather_for_metrics=lambda x: x, num_processes=1)
