@@ -20,7 +20,7 @@ CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seconds_of(call: Callable) -> float:
-    """Return the seconds of a call, including its work on the GPU."""
+    """Return a call's duration in seconds, including its work on the GPU."""
     synchronize()
     begin = time.perf_counter()
     call()

@@ -3,15 +3,15 @@
     python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-The script trains like train.py, then prints the results of the last stage with their expected bands. Other processors
-and thread counts round sums differently, and results drift apart over many steps. So a result need not equal a recorded
-one, but must not be below its band.
+The script trains like train.py, then prints the last stage's results with expected bands. Other processors and thread
+counts round sums differently, and results drift apart over many steps. So results need not equal recorded ones, but
+must not be below their bands.
 
 A band extends from the lowest to the highest recorded result, plus two standard errors on both sides. The standard
-error is for an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong rows added, so it
-is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a failed run would hide real
-regressions, so the band leaves out the lowest of ten runs. Therefore one correct run in ten may be below its band; try
-a different seed then. A result above its band is reported, but is no failure.
+error is that of an accuracy on held-out rows (Agresti and Coull: with two more correct and two more wrong rows, so that
+it is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a failed run would hide
+regressions, so the band leaves out the lowest of ten runs. One correct run in ten may then be below its band: try
+another seed. A result above its band is reported, but is no failure.
 """
 
 import json
@@ -67,7 +67,7 @@ def add_run(path: Path, run: dict):
 
 
 def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, list[dict]]:
-    """Load the recipe from a command line, and recorded runs with the same options.
+    """Load the recipe for a command line, and recorded runs with the same options.
 
     Raises:
         ValueError: there is no such run.
@@ -90,13 +90,13 @@ def essence(config: RunConfig) -> dict:
 
 
 def report(config: RunConfig, runs: list[dict]) -> int:
-    """Compare a finished run with recorded runs; return 0 if it is as expected, otherwise 1."""
+    """Compare a finished run with recorded runs; return 0 if it is in or above its bands, otherwise 1."""
     found = results(json.loads((Path(config.output_dir) / "summary.json").read_text()))
     return int(print_band(found, runs, config.data.eval_rows))
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print the results of the last stage with their bands; return whether one is below."""
+    """Print the last stage's results with their bands; return True if one is below."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

@@ -4,12 +4,11 @@ python benchmarks/first_gpu_hour.py --out DIR          # seven minutes on one GP
 python benchmarks/first_gpu_hour.py --out DIR          # seven minutes again, for the parts that were "later"
 python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, even on a CPU
 
-A part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and numbers
-printed before are kept. DIR/PART.txt has a part's output, DIR/summary.jsonl one JSON line per number, and
-DIR/summary.md the same numbers in tables; both summaries are written after each part. A later call with the same DIR
-skips finished parts and repeats failed ones. A part only begins if its time limit fits into --minutes. Nothing is
-downloaded: weights are random, in the real size. docs/results.md says what the parts should show. The exit status is
-the number of failed parts.
+A part is a process with a time limit; a crash or a GPU out of memory ends only this part, and numbers printed before
+are kept. DIR/PART.txt has its output, DIR/summary.jsonl one JSON line per number, DIR/summary.md the same in tables,
+written after every part. A later call with the same DIR skips finished parts and repeats failed ones. A part begins
+only if its time limit fits into --minutes. Nothing is downloaded: weights are random, in the real size. docs/results.md
+says what the parts should show. The exit status is the number of failed parts.
 """
 
 import argparse
@@ -157,7 +156,7 @@ def describe(line: dict) -> str:
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """Return name, value and unit of a measured number, or the reason why it is missing."""
+    """Return a number's name, value and unit, or the reason why it is missing."""
     if "skipped" in line:
         return line["name"], f"skipped: {line['skipped']}", ""
     return line["name"], f"{line['value']:g}", line["unit"]

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read during the import of triton below
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported below
 from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 
@@ -65,7 +65,7 @@ def read_config(size: str) -> dict:
     if size != "toy":
         return RECORDED[f"Qwen2.5-VL-{size}"]
     config = json.loads((ROOT / "recipes" / "shapes_model.json").read_text())
-    config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models: same image sizes
+    config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models, for the same image sizes
     return config
 
 
@@ -184,11 +184,11 @@ def transformers(toy: bool):
     copy of the prompt: first our model, which differs only by rounding, then transformers. In float32, with two decoder
     layers and two vision blocks, all must agree.
     """
-    torch.backends.cudnn.allow_tf32 = False  # or Conv3d in transformers would use TF32: ten bits
+    torch.backends.cudnn.allow_tf32 = False  # otherwise Conv3d in transformers uses TF32, with ten bits
     with tempfile.TemporaryDirectory() as folder:
         _, processor, token_ids = small_model(Path(folder))
     config = config_json.from_dict(read_config("toy" if toy else "3B") | token_ids)
-    vision = replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))  # one block has windows
+    vision = replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))  # one block with windows, one without
     shallow = replace(config, num_hidden_layers=2, vision_config=vision)
     compare("two layers, float32", shallow, torch.float32, processor, toy, tolerance=1e-3)
     compare("whole model", config, torch.float32 if toy else torch.bfloat16, processor, toy, tolerance=float("inf"))
@@ -209,7 +209,7 @@ def compare(
     ours = build(model_config, dtype)
     logps, gradients = logps_and_gradients(packed, ours, ours, prompt, completions, len(completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()
-    # 4 rows of a 3B need more than 80 GB
+    # at most 2 rows: 4 rows of a 3B need more than 80 GB
     peers = {"our model, a row each": (packed, ours, 1), "transformers": (padded_rows, twin(ours), 2)}
     for name, (way, model, at_once) in peers.items():
         their_logps, their_gradients = logps_and_gradients(way, model, ours, prompt, completions, at_once)
@@ -228,7 +228,7 @@ def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions:
         logps.append(way(model, prompt, part_of))
         (logps[-1] * weight).sum().backward()
     gradients = [p.grad for p in ours.parameters()]
-    ours.zero_grad()  # sets them to None
+    ours.zero_grad()  # sets gradients to None
     return torch.cat(logps).detach(), gradients
 
 
@@ -239,7 +239,7 @@ def packed(model: VisionLanguageModel, prompt: Prompt, completions: Tensor) -> T
 
 
 def padded_rows(model: torch.nn.Module, prompt: Prompt, completions: Tensor) -> Tensor:
-    """Compute log-probabilities (n, C) with the transformers model, as in TRL: logits only for completion tokens."""
+    """Compute log-probabilities (n, C) with the transformers model: logits only for completion tokens, as in TRL."""
     n, C = completions.shape
     ids = torch.cat([prompt.input_ids.repeat(n, 1), completions], dim=1).to(CARD)
     logits = model(
@@ -286,10 +286,10 @@ STEP = Case(
         "--grpo.prompts_per_step=8", "--grpo.loss_type=grpo", "--grpo.warmup_steps=0",
     ),
 )  # fmt: skip
-# recipes for a 24 GB card; 484 tokens per image, the recipes allow 512
+# recipes for a 24 GB card; here 484 tokens per image, up to 512 in the recipes
 LORA = Case("3B", 616, "own_data_one_card.yaml")
 NF4 = Case("7B", 616, "lora_7b.yaml")
-# full-length completions, and a reward that differs between random completions
+# equally long completions, and a reward that differs between random completions
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
@@ -297,7 +297,7 @@ TOY = (
 
 
 class GRPOStep(Ours):
-    """A case, built on the GPU; call `step` for one optimizer step.
+    """A case, built on the GPU; `step` runs one optimizer step.
 
     Attributes:
         mismatch: largest logp_mismatch so far, in nats.
@@ -340,7 +340,7 @@ class GRPOStep(Ours):
         config = self.model.config
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
-        with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # the estimate runs on the meta device
+        with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # estimate for the meta device
             rows = [RowSize(text_tokens, image_tokens)]
             question = MemoryQuestion(self.trainer.config, "grpo", MemoryEstimator(config), 1, rows, held_out=())
             phases = estimate_phases(question)
@@ -402,7 +402,7 @@ def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
         "clipping": (loop, "finish_gradients"),
         "AdamW": (built.optimizer, "step"),
     }
-    marks = defaultdict(list)  # {phase: times (before, after) its calls}
+    marks = defaultdict(list)  # {phase: (time before, time after) per call}
 
     def seconds() -> dict[str, float]:
         synchronize()
@@ -480,7 +480,7 @@ def trl_step(toy: bool, attention: str):
         report(f"{attention}: step {number}", seconds, "s")
         if CARD.type == "cuda":
             report(f"{attention}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-        return seconds > 55  # skips the second step
+        return seconds > 55  # True ends training before the second step
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
@@ -489,7 +489,7 @@ def trl_step(toy: bool, attention: str):
         config = config_json.from_dict(read_config("toy" if toy else STEP.size) | token_ids)
         model = twin(build(config, torch.float32 if toy else torch.bfloat16))
         model.set_attn_implementation(attention)
-        model.generation_config.eos_token_id = None  # all completions have the same length
+        model.generation_config.eos_token_id = None  # no end token, so that completions have equal lengths
         generation = {"min_new_tokens": new_tokens, "suppress_tokens": sorted(token_ids.values())}
         trainer = trl_side(
             model, path, make_rows(pixels, prompts), 2, trl_clock(report_step), new_tokens, gradient_checkpointing=True,

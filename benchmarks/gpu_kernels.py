@@ -3,8 +3,8 @@
 python benchmarks/gpu_kernels.py kernels          # each Triton kernel at the sizes of Qwen2.5-VL-3B
 python benchmarks/gpu_kernels.py kernels --toy    # tests the part: toy size in float32, even on a CPU
 
-first_gpu_hour.py runs all parts. A kernel's limit is the longer of two times: the time to move its bytes at the speed
-of a large copy, and the time to compute its FLOPs at the speed of a large product on the same card.
+first_gpu_hour.py runs all parts. A kernel's limit is the longer of two times: moving its bytes at the speed of a large
+copy, and computing its FLOPs at the speed of a large product, on the same card.
 """
 
 import statistics
@@ -29,7 +29,7 @@ def milliseconds(call: Callable, in_graph: bool = True) -> float:
     """Return the milliseconds of a call: median over REPEATS measurements with CALLS calls.
 
     Args:
-        in_graph: replay the calls in a CUDA graph, without their launches from Python.
+        in_graph: replay calls in a CUDA graph, without launches from Python.
     """
     if CARD.type == "cpu":
         begin = time.perf_counter()

@@ -3,10 +3,9 @@
 python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
 
 The peer is TRL with Qwen2_5_VLForConditionalGeneration from transformers; the first line prints the versions. Both
-sides start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and
-pixels, and 8 completions per prompt with exactly 14, 128 or 512 tokens. Steps of both sides alternate in one process,
-so other load on the machine slows both. Before timing, both sides score the same completions, and the
-log-probabilities must agree.
+sides start from the same random weights (recipes/shapes_model.json), with the same prompts, equal tokens and pixels,
+and 8 completions per prompt with exactly 14, 128 or 512 tokens. Steps alternate in one process, so other load on the
+machine slows both. Before timing, both score the same completions, and log-probabilities must agree.
 """
 
 import argparse
@@ -21,8 +20,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read during imports; no network needed
-# before the import of torch; minivlmrl sets the same value
+os.environ["HF_HUB_OFFLINE"] = "1"  # before imports; no network needed
+# before torch is imported; minivlmrl sets the same value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import seconds_of, synchronize
@@ -44,7 +43,7 @@ from minivlmrl.tasks import shapes
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
-QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images in CASES
+QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with images in CASES
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
 # (image side in pixels, prompts per step, tokens per completion)
 CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), (56, 4, 512), (224, 4, 512))
@@ -61,7 +60,7 @@ def distinct_characters(completions: list[str], **columns) -> list[float]:
 
 
 class EndlessProcessor(Processor):
-    """Processor without stop tokens: all completions have the same length."""
+    """Processor without stop tokens, so that all completions have the same length."""
 
     stop_token_ids = ()
 
@@ -112,7 +111,7 @@ def main():
     torch.set_num_threads(options.threads)
     import transformers
 
-    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old option names of transformers
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old option names in transformers
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
@@ -212,7 +211,7 @@ def trl_processor(folder: Path):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-        """Processor without type check: checking the video processor needs torchvision."""
+        """Processor without type check, because checking the video processor needs torchvision."""
 
         def check_argument_for_proper_class(self, argument_name, argument):
             return type(argument)

@@ -36,7 +36,7 @@ class Entry:
     """Recipe with overrides."""
 
     name: str
-    recipe: str  # file in recipes/
+    recipe: str  # file name in recipes/
     overrides: list[str] = field(default_factory=list)
     before: str = ""  # script with arguments to run first, relative to this folder
 
@@ -115,7 +115,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 def row_of(entry: Entry, summary: dict) -> dict:
     """Return the numbers in a table row."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    # a reward model does not change the policy, so `before` is the start of the last stage; the first metric in an
+    # `before` is the start of the last stage, because a reward model does not change the policy; the first metric in an
     # evaluation is its first reward
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))

@@ -2,9 +2,9 @@
 
     python benchmarks/minimal_memory.py Qwen2.5-VL-3B grpo    # takes about a minute and 1 GB of memory
 
-A step has two rows: in the second row of the second step, weights, gradients and optimizer states are all there.
-A row has an image with 616 x 616 pixels, 60 text tokens and answers with 256 tokens, 8 for GRPO. Counted on
-2026-11-29, in GB (10^9 bytes), without the few GB for CUDA itself and for fragmentation:
+A step has two rows: at the second row of the second step, weights, gradients and optimizer states all exist. A row has
+an image with 616 x 616 pixels, 60 text tokens, and answers with 256 tokens, 8 for GRPO. Counted on 2026-11-29, in GB
+(10^9 bytes), without the few GB for CUDA itself and for fragmentation:
 
                       sft    grpo     dpo
     Qwen2.5-VL-3B    70.0    72.2    78.8
@@ -77,7 +77,7 @@ class Count(TorchDispatchMode):
 
 
 class Attention(torch.autograd.Function):
-    """Fused kernel: keeps queries, keys, values, output and one number per query."""
+    """Fused kernel, which keeps queries, keys, values, output and one number per query."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
@@ -92,7 +92,7 @@ class Attention(torch.autograd.Function):
 
 
 class Indexing(TorchFunctionMode):
-    """Replace indexing, which does not work with fake tensors, by operators with the same allocations."""
+    """Replace indexing, which fails with fake tensors, by operators with the same allocations."""
 
     def __init__(self, frequency_count: int):
         super().__init__()
@@ -102,7 +102,7 @@ class Indexing(TorchFunctionMode):
         if function is torch.Tensor.__getitem__ and isinstance(args[0], FakeTensor):
             return index(*args)
         if function is torch.Tensor.repeat_interleave and isinstance(args[1], torch.Tensor):
-            return args[0].new_zeros(self.frequency_count)  # its length depends on values
+            return args[0].new_zeros(self.frequency_count)  # real length depends on values
         return function(*args, **(kwargs or {}))
 
 
@@ -130,7 +130,7 @@ def index(x, places):
 
 
 def run(layer, *arguments):
-    """Do on the CPU, where the fake tensors are, what minimal.run does on a GPU."""
+    """Do what minimal.run does on a GPU, but on the CPU, where fake tensors are."""
     if torch.is_grad_enabled():
         return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(*arguments)
@@ -213,7 +213,7 @@ def estimate_package(config: dict, stage: str) -> float:
     run = load_config(ROOT / "recipes" / "own_data.yaml", [f"--stages=[{stage}]", f"--{stage}.micro_batch_size=1"])
     row = RowSize(TEXT, (SIDE // 28) ** 2, answer_tokens=None if stage == "grpo" else ANSWER)
     question = MemoryQuestion(run, stage, MemoryEstimator(config_json.from_dict(config)), 1, [row], held_out=())
-    with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # a GPU has kernels
+    with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # as on a GPU, with kernels
         return (peak_bytes(estimate_phases(question)) - RESERVE) / 1e9
 
 

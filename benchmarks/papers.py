@@ -28,7 +28,7 @@ BLIND = FOLDER / "blind.json"  # {method: {seed: last accuracy with gray images}
 STEPS, EVERY = 60, 20
 HELD_OUT = 128  # held-out images; two sampled answers each
 
-# {page: method to compare with}: the same method without this page's diff
+# {page: method to compare with, the same without the page's diff}
 COMPARED = {
     "several_steps": "grpo",
     "gspo": "several_steps",
@@ -73,7 +73,7 @@ def is_dpo(method: str) -> bool:
 
 
 def pages_of(method: str) -> list[str]:
-    """Return the pages to apply; several_steps last, because git finds its place then."""
+    """Return the pages to apply, several_steps last, because only then git finds its place."""
     if method not in COMPARED:
         return []
     return [method, "several_steps"] if COMPARED[method] == "several_steps" else [method]
@@ -130,7 +130,7 @@ def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[li
     accuracies = []
 
     def accuracy(rows) -> float:
-        with torch.random.fork_rng():  # measuring does not change the run
+        with torch.random.fork_rng():  # keeps the run's random numbers
             torch.manual_seed(seed)
             return round(module.accuracy(model, rows), 4)
 
@@ -296,7 +296,7 @@ def main():
             if options.steps != STEPS:
                 continue
             for file, result in ((CURVES, accuracies), (BLIND, blind)):
-                results = read(file)  # again: another process may have added a run
+                results = read(file)  # read again, because another process may have added a run
                 results.setdefault(method, {})[str(seed)] = result
                 lines = [f' "{name}": {json.dumps(runs)}' for name, runs in results.items()]
                 file.write_text("{\n" + ",\n".join(lines) + "\n}\n")

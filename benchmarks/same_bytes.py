@@ -80,7 +80,7 @@ def hash_of(checkout: Path, name: str, rows: Path) -> str:
         for file in sorted(Path(output).rglob("*.safetensors")):
             total.update(f"{file.relative_to(output)}\n".encode())
             total.update(file.read_bytes())
-        # metric names contain the path of the reward
+        # metric names contain the reward's path
         metrics = (Path(output) / "run" / "metrics.jsonl").read_bytes().replace(str(rows).encode(), b"")
         total.update(metrics)
         return total.hexdigest()[:16]

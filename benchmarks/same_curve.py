@@ -3,11 +3,11 @@
     python benchmarks/same_curve.py --json docs/papers/same_curve.json    # an hour on one core; needs .[test]
     python benchmarks/same_curve.py --toy                                 # two steps of both
 
-SFT trains one model. From this model, both trainers train with the same rows in the same order and the same options,
-which nobody tuned. Both are evaluated by the same function on the same held-out pictures; the clock stops meanwhile. A
-run is a process with one thread, and runs of the two trainers alternate. TRL has its defaults, except for method
-options and for these, which make it faster on a CPU: all completions of a step in one batch, and no gradient
-checkpointing. Its processor needs no torchvision.
+SFT trains one model, from which both trainers continue, with the same rows in the same order and the same options,
+which nobody tuned. The same function evaluates both on the same held-out pictures, while the clock stops. A run is a
+process with one thread, and the trainers alternate. TRL has its defaults, except for method options, and for options
+that make it faster on a CPU: all completions of a step in one batch, no gradient checkpointing. Its processor needs no
+torchvision.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the import of transformers; no network needed
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; no network needed
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common  # noqa: E402
@@ -47,7 +47,7 @@ FULL, TOY = (160, 20, 256, 40), (2, 1, 4, 1)
 
 
 class Clock:
-    """CPU seconds in this process, except in evaluations."""
+    """CPU seconds in this process, without evaluations."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Recorder(Callback):
-    """Record the rows in our run, and CPU seconds before evaluations."""
+    """Record rows in our run, and CPU seconds before evaluations."""
 
     def __init__(self):
         self.rows, self.seconds = [], []
@@ -83,7 +83,7 @@ class Recorder(Callback):
 
 
 def read_config(work: Path, sizes: tuple, seed: int, *options: str) -> RunConfig:
-    """Read the recipe of the built-in task; the learning rate falls to zero, as in TRL's linear schedule."""
+    """Read the built-in task's recipe, with a learning rate that falls to zero, as in TRL's linear schedule."""
     steps, every, rows, sft_steps = sizes
     options = (
         f"--seed={seed}", "--num_threads=1", f"--data.eval_rows={rows}", f"--sft.max_steps={sft_steps}",
@@ -102,7 +102,7 @@ def train_ours(work: Path, sizes: tuple, seed: int) -> dict:
     run_training(config, [*default_callbacks(config), recorder])
     (work / f"rows_{seed}.json").write_text(json.dumps(recorder.rows))
     lines = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
-    evaluations = {line["step"]: line for line in lines}  # the last step is evaluated once more, after the stage
+    evaluations = {line["step"]: line for line in lines}  # the last step is evaluated again after the stage
     seconds = [0.0, *recorder.seconds]
     return {
         "steps": list(evaluations),
@@ -161,7 +161,7 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
         transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32),
         [reward_format, reward_accuracy],
         trl.GRPOConfig(
-            # method, as in recipes/shapes.yaml
+            # method options, as in recipes/shapes.yaml
             per_device_train_batch_size=grpo.prompts_per_step * grpo.num_generations,
             num_generations=grpo.num_generations, max_completion_length=config.sampling.max_new_tokens,
             max_steps=steps, learning_rate=grpo.learning_rate, lr_scheduler_type="linear",
@@ -180,10 +180,10 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
 
 
 def compare(runs: list[dict]) -> dict:
-    """Test whether mean accuracies after the first step differ between the sides, by all permutations of the runs.
+    """Test whether mean accuracies after the first step differ between the sides, over all permutations of the runs.
 
     Returns:
-        Mean per side, and the share of permutations with a difference at least as large as the measured one.
+        Mean per side, and share of permutations with at least the measured difference.
     """
     means = [(run["side"], statistics.mean(run["accuracy"][1:])) for run in runs]
     ours, theirs = ([mean for side, mean in means if side == name] for name in SIDES)
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--toy", action="store_true", help="two steps of both trainers")
     parser.add_argument("--json", type=Path, help="file for the results, which is written after each run")
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
-    parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)  # one run in this process
+    parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)  # for one run in this process
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = TOY if options.toy else FULL

@@ -2,8 +2,8 @@
 
     python benchmarks/sums.py vlm work --seeds 0 1 --json docs/curves/sums.json    # half an hour a run on one core
 
-`vlm` is the folder that recipes/from_text_model.py wrote. The folder `work` keeps all outputs, and finished runs are
-not repeated. The control has the rewards of each step permuted.
+`vlm` is a folder written by recipes/from_text_model.py. `work` keeps all outputs, and finished runs are not repeated.
+In the control, rewards are permuted in every step.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RUNS = {
     "grpo": [],
     "shuffled rewards": ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"],
 }
-# no arithmetic; {question: required text in the answer}, chosen before the first run
+# {question: text that the answer must contain}, without arithmetic, chosen before the first run
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "What color do you get if you mix blue and yellow?": "[Gg]reen",
@@ -73,12 +73,12 @@ def train(model: Path, work: Path, folder: Path, seed: int, options: list[str]) 
 
 
 def ask(model: Path, work: Path, name: str) -> dict:
-    """Answer held-out rows, the new kinds of rows and other questions greedily; `name` is for the files."""
+    """Answer held-out rows, new kinds of rows and other questions greedily; `name` is for the files."""
     found = {}
     correct = defaultdict(list)
     for part in ("eval", "new", "questions"):
         rows, out = work / f"sums_{part}.jsonl", work / f"{name}_{part}.jsonl"
-        if not out.with_suffix(".summary.json").exists():  # written at the end
+        if not out.with_suffix(".summary.json").exists():  # written last
             command = ["evaluate", f"--model={model}", f"--data={rows}", f"--out={out}", "--recipe=recipes/sums.yaml"]
             call([*command, "--num_threads=1", *["--sampling.max_new_tokens=48"] * (part == "questions")])
         for row, line in zip(read_lines(rows), read_lines(out), strict=True):

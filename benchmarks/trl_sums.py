@@ -4,11 +4,10 @@
     python benchmarks/trl_sums.py TRL Qwen2.5-Coder-0.5B-Instruct/ --rows . --steps 20 --json trl.json --order ours.json
     python benchmarks/trl_sums.py logps vlm/ --rows . --text Qwen2.5-Coder-0.5B-Instruct/ --json logps.json
 
-recipes/from_text_model.py made the folder vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with
-the same rows in the same order and with the method options in the recipe. Its base model has bfloat16 weights, its
-adapters have float32 weights, and both compute in bfloat16. --batch is TRL's completions per forward and backward pass.
-Runs end after --steps steps of a schedule of 40, without saving a model. Accuracy is over a step's 128 completions,
-before the update.
+recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
+rows in the same order, and with the recipe's method options. Its base model has bfloat16 weights, its adapters float32,
+and both compute in bfloat16. --batch is TRL's completions per forward and backward pass. Runs end after --steps steps
+in a schedule of 40, without saving a model. Accuracy is over a step's 128 completions, before the update.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the import of transformers; no network needed
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; no network needed
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
@@ -38,7 +37,7 @@ COMPLETIONS = 128  # 16 prompts, 8 completions each
 
 
 class Record:
-    """Write accuracy, CPU seconds and peak memory per step to a file, and end the process after the last one."""
+    """Write accuracy, CPU seconds and peak memory per step to a file; end the process after the last step."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.steps, self.rows, self.start = options, [], [], time.process_time()
@@ -55,7 +54,7 @@ class Record:
 
 
 class OurRecord(Callback):
-    """Record for our run."""
+    """Record our run."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -110,10 +109,10 @@ def train_trl(options: argparse.Namespace):
     columns = {"prompt": [as_chat(row["problem"]) for row in rows], "solution": [row["solution"] for row in rows]}
     parts = COMPLETIONS // options.batch
     config = trl.GRPOConfig(
-        # method, as in recipes/sums.yaml
+        # method options, as in recipes/sums.yaml
         num_generations=8, max_completion_length=12, max_steps=40, learning_rate=1e-4, warmup_steps=3,
         lr_scheduler_type="linear", adam_beta2=0.99, beta=0.0, loss_type="dapo", shuffle_dataset=False,
-        # CPU
+        # batches for a CPU
         per_device_train_batch_size=options.batch, gradient_accumulation_steps=parts, steps_per_generation=parts,
         use_cpu=True, bf16=options.dtype == "bfloat16", gradient_checkpointing=False,
         model_init_kwargs={"dtype": options.dtype},
