@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic as clock
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
-from minivlmrl.files import file_stamps, flush_file, unchanged
+from minivlmrl.files import flush_file
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
@@ -96,33 +97,205 @@ def check_resume(config: RunConfig) -> list[Path]:
     return states
 
 
+class Resumed(NamedTuple):
+    """Where a run starts."""
+
+    folder: Path | None  # its checkpoint, None = a new run
+    state: TrainerState
+    saved: list[Path]  # checkpoints in output_dir
+
+    def newer(self) -> list[Path]:
+        """Return checkpoints to delete once the run has begun."""
+        return [path for path in self.saved if self.folder is None or int(path.name) > self.state.steps]
+
+
+def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
+    """Select the checkpoint in option `resume`, and compare it with the run."""
+    media = datasets if world.is_main else {}  # other ranks have not read the files
+    recipe, files = recipe_options(config), fingerprints(config, media)
+    new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
+    # rank 0's list for all: ranks may see different checkpoints on a shared file system
+    saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
+    folder, state = select_checkpoint(config.resume, saved, world)
+    if state is None:
+        return Resumed(None, new, saved)
+    num_begun = state.stage + 1
+    if state.stages[:num_begun] != new.stages[:num_begun] or state.seed != new.seed:
+        raise UserError(
+            f"resume: {folder} belongs to a run with stages {state.stages} "
+            f"and seed {state.seed}; use the same stages and seed to resume it"
+        )
+    if world.is_main:
+        stage = new.stages[state.stage]
+        print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
+    # --resume=auto requires the same rows; --resume=FOLDER accepts others
+    same_rows = config.resume == "auto"
+    if not same_rows:
+        state.rows = 0
+    check_base_weights(state, new, folder)
+    for change in changes(state, new, folder):
+        if same_rows and change.moves_rows:
+            raise UserError(
+                f"resume: {change.text}, so rows would be skipped or repeated; restore the earlier "
+                f"value, or accept this with --resume={folder}"
+            )
+        if world.is_main:
+            print(change.text, flush=True)
+    state.recipe, state.files, state.stages = new.recipe, new.files, new.stages
+    return Resumed(folder, state, saved)
+
+
+def select_checkpoint(
+    resume: str | None, saved: list[Path], world: World
+) -> tuple[Path, TrainerState] | tuple[None, None]:
+    """Return the newest readable checkpoint that option `resume` selects, with its TrainerState.
+
+    Args:
+        saved: checkpoints in output_dir, oldest first.
+    """
+    candidates = [] if resume in (None, "never") else [Path(resume)]
+    if resume == "auto":
+        candidates = saved[::-1]
+    for folder in candidates:
+        state = read_checkpoint(folder, world)
+        if state is None:
+            continue
+        if folder in saved and int(folder.name) != state.steps:
+            raise UserError(
+                f"resume: the checkpoint {folder} was saved after {pluralize(state.steps, 'step')}, but its "
+                f"name says otherwise; rename the folder to {state.steps:06d}"
+            )
+        return folder, state
+    if candidates:
+        raise UserError(
+            f"resume is {resume}, but every checkpoint that it selects is damaged; "
+            "--resume=never deletes all checkpoints and starts again"
+        )
+    return None, None
+
+
+def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
+    """Return a checkpoint's TrainerState; if damaged, print why and return None.
+
+    Raises:
+        UserError: temporarily unreadable, for example because a network drive fails.
+    """
+
+    def check() -> TrainerState:
+        checksums = read_json(folder / COMPLETE)
+        if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
+            raise UserError(f"{folder} does not have exactly the files listed in {COMPLETE}")
+        for name in sorted(checksums)[world.rank :: world.size]:
+            if checksum(folder / name) != checksums[name]:
+                raise UserError(f"the contents of {name} do not match its checksum")
+        return read_trainer_state(folder)
+
+    try:
+        return world.run_on_all_ranks(check, "read the checkpoints")
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise UserError(
+                f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
+                "checkpoint with --resume=FOLDER, which deletes this one"
+            ) from error
+        if world.is_main:
+            print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
+        return None
+
+
+def load_checkpoint(folder: Path, trainer: Trainer, optimizer: Optimizer):
+    """Copy a checkpoint's tensors into weights and optimizer."""
+    try:
+        shards = find_shards(folder)
+        with_moments = []
+        for name, parameter in trainer.trained.named_parameters():
+            if any(key.startswith(f"optimizer.{name}/") for key in shards):
+                with_moments.append(parameter)
+        begin_state(optimizer, with_moments)
+        targets = tensors(trainer, optimizer)
+        unmatched = sorted(targets.keys() ^ shards.keys())
+        with error_context(f"{folder}: this checkpoint was saved with a different model or recipe"):
+            if unmatched:
+                raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
+            for name, tensor in targets.items():
+                read_into(tensor, name, shards[name])
+    except SafetensorError as error:
+        raise UserError(f"the checkpoint {folder} cannot be read ({error})") from error
+
+
+def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
+    """Write a checkpoint on the ranks in `world`; delete all but the two newest."""
+    draft = folder.with_name(folder.name + ".partial")
+    with error_phase("save"):
+        named_tensors = tensors(trainer, optimizer)
+    checksums = {}
+
+    def write():
+        draft.mkdir(parents=True, exist_ok=True)
+        names = write_tensors(draft, named_tensors, world)
+        if world.is_main:
+            write_json(draft / RUN, asdict(state))
+            names.append(RUN)
+        for name in names:
+            checksums[name] = checksum(draft / name)
+
+    def finish():
+        write_json(draft / COMPLETE, checksums)
+        for path in (draft / RUN, draft / COMPLETE, draft):
+            flush_file(path)
+        draft.rename(folder)
+        flush_file(folder.parent)
+        for old in state_folders(folder.parent)[:-NUM_KEPT_STATES]:
+            remove_state(old)
+
+    try:
+        with error_phase("save"):
+            world.run_on_all_ranks(write, "save a checkpoint")
+            for rank_checksums in world.gather_objects(checksums):
+                checksums.update(rank_checksums)
+            world.run_on_rank_zero(finish, "save a checkpoint")
+    except Exception as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise UserError(f"the checkpoint {folder} could not be written ({error})") from error
+        raise
+
+
 class CheckpointManager:
-    def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Callbacks):
+    """Decide when a checkpoint is saved."""
+
+    def __init__(
+        self, config: RunConfig, resumed: Resumed, signals: StopSignals, log: MetricsLog, callbacks: Callbacks
+    ):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
-        self.world = world
         self.signals = signals
+        self.log = log
+        self.world = log.world
+        self.state = log.state
         self.callbacks = callbacks
-        self.resumed = None  # checkpoint for the next stage to load
-        self.stamps = {}  # its file_stamps
-        self.newer: list[Path] = []  # later checkpoints, deleted once the resumed run has begun
-        self.saved_steps = 0  # optimizer steps at the last checkpoint
+        # optimizer steps at the last checkpoint; 0 if the run continues from another run's
+        self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()  # time of the last checkpoint
-        self.stage = ""  # stage in progress; see `restore`
         self.can_save = True  # False while a rollout is in use
+        self.trainer: Trainer | None = None  # of the stage in progress
 
-    def after_update(self, state: TrainerState, ends_rollout: bool):
+    def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
+        self.trainer, self.optimizer = trainer, optimizer
+
+    def after_update(self, ends_rollout: bool):
         """Record, after a weight update, whether a checkpoint can be saved before the next."""
-        self.can_save = ends_rollout or self.ends_stage(state)
+        self.can_save = ends_rollout or self.stage_ends
 
-    def after_step(self, state: TrainerState, log: MetricsLog):
+    def after_step(self):
         """Save a checkpoint if one is due, and stop the run after a signal."""
-        if self.can_save and self.is_due(state.steps, self.ends_stage(state)):
-            self.ensure_saved(state, log, self.world)
+        if self.can_save and self.is_due(self.state.steps, self.stage_ends):
+            self.ensure_saved(self.world)
         self.signals.stop_if_preempted()
 
-    def ends_stage(self, state: TrainerState) -> bool:
-        return state.step == getattr(self.config, self.stage).max_steps
+    @property
+    def stage_ends(self) -> bool:
+        return self.trainer is not None and self.state.step == self.trainer.options.max_steps
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
         """Return True on all ranks if checkpoint_minutes or checkpoint_steps require a checkpoint now."""
@@ -135,229 +308,58 @@ class CheckpointManager:
             return True
         return stage_ends and bool(every_steps or minutes)
 
-    def folder_of(self, state: TrainerState) -> Path:
-        return self.folder / f"{state.steps:06d}"
-
-    def ensure_saved(self, state: TrainerState, log: MetricsLog, world: World):
+    def ensure_saved(self, world: World):
         """Save a checkpoint for the current step, unless one exists.
 
         Args:
             world: ranks that save together.
         """
-        if self.saved_steps != state.steps:
-            state.num_log_lines = log.lines_to_keep()
-            state.logs = {}
-            for texts in self.callbacks.state_dict():
-                state.logs.update(texts)
-            self.save(self.folder_of(state), state, world)
+        state = self.state
+        if self.saved_steps == state.steps or self.trainer is None:
+            return
+        state.num_log_lines = self.log.lines_to_keep()
+        state.logs = {}
+        for texts in self.callbacks.state_dict():
+            state.logs.update(texts)
+        save_checkpoint(self.new_folder, state, self.trainer, self.optimizer, world)
+        self.saved_steps = state.steps
+        self.saved_time = clock()
+
+    @property
+    def new_folder(self) -> Path:
+        return self.folder / f"{self.state.steps:06d}"
 
     @contextmanager
-    def saved_on_error(self, state: TrainerState, log: MetricsLog) -> Iterator[None]:
+    def saved_on_error(self) -> Iterator[None]:
         """Save a checkpoint after an error between weight updates, and add a note on how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
             # whether the current stage has begun in this process
-            has_stepped = state.steps > 0 and self.stage == self.config.stage_names[state.stage]
+            stage = self.config.stage_names[self.state.stage]
+            has_stepped = self.state.steps > 0 and self.trainer is not None and self.trainer.stage == stage
             if has_stepped or isinstance(error, Preempted):
-                folder = None
-                if has_stepped and self.can_save and not is_in_update(error):
-                    folder = self.try_to_save(state, log, error)
-                if folder is not None:
-                    error.add_note(f"saved after step {state.steps} in {folder}: continue with --resume=auto")
+                if has_stepped and self.can_save and not is_in_update(error) and self.try_to_save(error):
+                    steps = self.state.steps
+                    error.add_note(f"saved after step {steps} in {self.new_folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):
                     error.add_note(f"--resume=auto continues from {older[-1]}")
                 else:
                     error.add_note("no checkpoint was saved yet: start the run again")
             raise
 
-    def try_to_save(self, state: TrainerState, log: MetricsLog, error: BaseException) -> Path | None:
+    def try_to_save(self, error: BaseException) -> bool:
         """Save a checkpoint after an error, on all ranks or, if every rank holds all weights, on one.
 
         Returns:
-            checkpoint folder, None if saving failed
+            True if it was saved.
         """
         try:
-            is_saved = self.world.run_after_error(
-                lambda world: self.ensure_saved(state, log, world), alone=not self.config.uses_fsdp
-            )
+            return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:
             first_line = str(failure).partition("\n")[0]
             error.add_note(f"no checkpoint could be saved after this error ({first_line})")
-            return None
-        return self.folder_of(state) if is_saved else None
-
-    def to_resume(self, datasets: Mapping[str, Dataset]) -> TrainerState:
-        """Return the TrainerState to resume from, or a new one for a new run."""
-        config = self.config
-        media = datasets if self.world.is_main else {}  # other ranks have not read the files
-        recipe, files = recipe_options(config), fingerprints(config, media)
-        new_state = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
-        state = self.select_checkpoint()
-        if state is None:
-            return new_state
-        num_begun = state.stage + 1
-        same_stages = state.stages[:num_begun] == config.stage_names[:num_begun]
-        if not same_stages or state.seed != config.seed:
-            raise UserError(
-                f"resume: {self.resumed} belongs to a run with stages {state.stages} "
-                f"and seed {state.seed}; use the same stages and seed to resume it"
-            )
-        if self.world.is_main:
-            stage = config.stage_names[state.stage]
-            print(f"resuming from {self.resumed}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
-        self.compare(state, new_state)
-        state.recipe, state.files = new_state.recipe, new_state.files
-        state.stages = config.stage_names
-        return state
-
-    def compare(self, state: TrainerState, new: TrainerState):
-        """Print changes since the checkpoint; raise ValueError if rows would be skipped or repeated."""
-        # --resume=auto requires the same rows; --resume=FOLDER accepts others
-        same_rows = self.config.resume == "auto"
-        if not same_rows:
-            state.rows = 0
-        check_base_weights(state, new, self.resumed)
-        for change in changes(state, new, self.resumed):
-            if same_rows and change.moves_rows:
-                raise UserError(
-                    f"resume: {change.text}, so rows would be skipped or repeated; restore the earlier "
-                    f"value, or accept this with --resume={self.resumed}"
-                )
-            if self.world.is_main:
-                print(change.text, flush=True)
-
-    def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load weights and optimizer state if the run resumes."""
-        folder = self.resumed
-        self.resumed = None  # later stages do not start from the checkpoint
-        if folder is not None:
-            try:
-                with unchanged(folder, since=self.stamps):
-                    self.read_tensors(folder, trainer, optimizer)
-            except SafetensorError as error:
-                raise UserError(f"the checkpoint {folder} cannot be read ({error})") from error
-        self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
-
-    def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        where = f"{folder}: this checkpoint was saved with a different model or recipe"
-        shards = find_shards(folder)
-        with_moments = []
-        for name, parameter in trainer.trained.named_parameters():
-            if any(key.startswith(f"optimizer.{name}/") for key in shards):
-                with_moments.append(parameter)
-        begin_state(optimizer, with_moments)
-        targets = tensors(trainer, optimizer)
-        unmatched = sorted(targets.keys() ^ shards.keys())
-        with error_context(where):
-            if unmatched:
-                raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
-            for name, tensor in targets.items():
-                read_into(tensor, name, shards[name])
-
-    def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint selected by `resume`."""
-        resume = self.config.resume
-        # rank 0's list for all: ranks may see different checkpoints on a shared file system
-        folders = self.world.gather_objects(state_folders(self.folder))[0]
-        candidates = [] if resume in (None, "never") else [Path(resume)]
-        if resume == "auto":
-            candidates = folders[::-1]
-        state = None
-        for folder in candidates:
-            self.stamps = file_stamps(folder)
-            state = self.read(folder)
-            if state is not None:
-                self.resumed = folder
-                break
-        if state is not None and self.resumed in folders and int(self.resumed.name) != state.steps:
-            raise UserError(
-                f"resume: the checkpoint {self.resumed} was saved after {pluralize(state.steps, 'step')}, but its "
-                f"name says otherwise; rename the folder to {state.steps:06d}"
-            )
-        if candidates and state is None:
-            raise UserError(
-                f"resume is {resume}, but every checkpoint that it selects is damaged; "
-                "--resume=never deletes all checkpoints and starts again"
-            )
-        # empty for a run that continues from another run's checkpoint
-        if folders and state is not None:
-            self.saved_steps = state.steps
-        self.newer = [folder for folder in folders if state is None or int(folder.name) > state.steps]
-        return state
-
-    def delete_newer(self):
-        """Delete checkpoints newer than the resumed one, and parts of interrupted ones."""
-        if self.world.is_main:
-            for folder in (*self.newer, *self.folder.glob("*.partial")):
-                remove_state(folder)
-
-    def read(self, folder: Path) -> TrainerState | None:
-        """Return a checkpoint's TrainerState; if damaged, print why and return None.
-
-        Raises:
-            ValueError: temporarily unreadable, for example because a network drive fails.
-        """
-
-        def check() -> TrainerState:
-            checksums = read_json(folder / COMPLETE)
-            if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
-                raise UserError(f"{folder} does not have exactly the files listed in {COMPLETE}")
-            for name in sorted(checksums)[self.world.rank :: self.world.size]:
-                if checksum(folder / name) != checksums[name]:
-                    raise UserError(f"the contents of {name} do not match its checksum")
-            return read_trainer_state(folder)
-
-        try:
-            return self.world.run_on_all_ranks(check, "read the checkpoints")
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise UserError(
-                    f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
-                    "checkpoint with --resume=FOLDER, which deletes this one"
-                ) from error
-            if self.world.is_main:
-                print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
-            return None
-
-    def save(self, folder: Path, state: TrainerState, world: World):
-        """Write a checkpoint on the ranks in `world`; delete all but the two newest."""
-        draft = folder.with_name(folder.name + ".partial")
-        with error_phase("save"):
-            named_tensors = tensors(self.trainer, self.optimizer)
-        checksums = {}
-
-        def write():
-            draft.mkdir(parents=True, exist_ok=True)
-            names = write_tensors(draft, named_tensors, world)
-            if world.is_main:
-                write_json(draft / RUN, asdict(state))
-                names.append(RUN)
-            for name in names:
-                checksums[name] = checksum(draft / name)
-
-        def finish():
-            write_json(draft / COMPLETE, checksums)
-            for path in (draft / RUN, draft / COMPLETE, draft):
-                flush_file(path)
-            draft.rename(folder)
-            flush_file(self.folder)
-            for old in state_folders(self.folder)[:-NUM_KEPT_STATES]:
-                remove_state(old)
-
-        try:
-            with error_phase("save"):
-                world.run_on_all_ranks(write, "save a checkpoint")
-                for rank_checksums in world.gather_objects(checksums):
-                    checksums.update(rank_checksums)
-                world.run_on_rank_zero(finish, "save a checkpoint")
-        except Exception as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            if isinstance(error, OSError | SafetensorError):
-                raise UserError(f"the checkpoint {folder} could not be written ({error})") from error
-            raise
-        self.saved_steps = state.steps
-        self.saved_time = clock()
+            return False
 
 
 def is_in_update(error: BaseException) -> bool:

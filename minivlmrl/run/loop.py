@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
 from torch.optim import Optimizer
 
@@ -17,14 +16,13 @@ from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, 
 from minivlmrl.errors import UserError, error_phase
 from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
-from minivlmrl.run.checkpoints import UPDATE, CheckpointManager
+from minivlmrl.run.checkpoints import UPDATE, CheckpointManager, Resumed, load_checkpoint, remove_state, resume
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
-from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
@@ -59,19 +57,16 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
             check_output_dir(config)
 
         # output folder
-        checkpoints = CheckpointManager(config, world, signals, callbacks)
-        signals.can_stop = lambda: checkpoints.can_save
-        state = checkpoints.to_resume(datasets)
+        resumed = resume(config, datasets, world)
         if world.is_main:  # not earlier: a run that fails before writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
-        with (
-            MetricsLog(config, world, state) as log,
-            checkpoints.saved_on_error(state, log),
-            notify_on_error(callbacks),
-        ):
-            results = Results(config, model, processor, log, datasets.get("eval"), state, callbacks)
-            train_stages(trainers, datasets, results, log, checkpoints, state, callbacks)
+        with MetricsLog(config, world, resumed.state) as log:
+            checkpoints = CheckpointManager(config, resumed, signals, log, callbacks)
+            signals.can_stop = lambda: checkpoints.can_save
+            with checkpoints.saved_on_error(), notify_on_error(callbacks):
+                results = Results(config, model, processor, log, datasets.get("eval"), callbacks)
+                train_stages(trainers, datasets, results, checkpoints, resumed)
     process_group.shutdown(world)
     return signals.exit_code
 
@@ -80,45 +75,46 @@ def train_stages(
     trainers: dict[str, type[Trainer]],
     datasets: dict[str, Dataset],
     results: Results,
-    log: MetricsLog,
     checkpoints: CheckpointManager,
-    state: TrainerState,
-    callbacks: Callbacks,
+    resumed: Resumed,
 ):
     """Train the stages of a recipe, from where a resumed run stopped, and write the results."""
-    config = results.config
-    resumed = checkpoints.resumed
+    config, state = results.config, results.state
     first = state.stage
     trainer = None
-    if resumed is None:
-        replace_files(results, log, checkpoints, None, callbacks)
+    if resumed.folder is None:
+        replace_files(results, resumed)
         results.measure("start")
     for number, stage in islice(enumerate(config.stage_names), first, None):
         if trainer is not None:
             results.save_stage(trainer)
+        folder = resumed.folder if number == first else None
         steps_done = state.step if number == first else 0
         with error_phase("load"):  # including reference model and optimizer
-            trainer = trainers[stage](config, results.model, results.processor, log.world, steps_done)
+            trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
         if number > first:  # after loading: no step is lost if memory runs out
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
-        with error_phase("load"):
-            checkpoints.restore(trainer, optimizer)
-        if resumed is not None and number == first:
-            replace_files(results, log, checkpoints, resumed, callbacks)
-        train_stage(trainer, optimizer, datasets[stage], results, log, checkpoints, state, callbacks)
+        if folder is not None:
+            with error_phase("load"):
+                load_checkpoint(folder, trainer, optimizer)
+        checkpoints.begin_stage(trainer, optimizer)
+        if folder is not None:
+            replace_files(results, resumed)
+        train_stage(trainer, optimizer, datasets[stage], results, checkpoints)
     results.write(trainer)
 
 
-def replace_files(
-    results: Results, log: MetricsLog, checkpoints: CheckpointManager, resumed: Path | None, callbacks: Callbacks
-):
+def replace_files(results: Results, resumed: Resumed):
     """Replace the files of an earlier run; any earlier error leaves them unchanged."""
-    checkpoints.delete_newer()
-    log.open_files(resumed)
+    log = results.log
+    if log.world.is_main:
+        for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
+            remove_state(folder)
+    log.open_files(resumed.folder)
     results.write_config()
-    for callback in callbacks:
+    for callback in results.callbacks:
         callback.on_run_begin(results.config, log)
         log.callback(callback.on_run_end)  # even after an error or a signal
     log.world.barrier("begin its trackers and callbacks")
@@ -135,18 +131,11 @@ def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
 
 
 def train_stage(
-    trainer: Trainer,
-    optimizer: Optimizer,
-    rows: Dataset,
-    results: Results,
-    log: MetricsLog,
-    checkpoints: CheckpointManager,
-    state: TrainerState,
-    callbacks: Callbacks,
+    trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, checkpoints: CheckpointManager
 ):
     """Train one stage, from its first step or from a checkpoint."""
-    stage = trainer.stage
-    options = trainer.options
+    stage, options = trainer.stage, trainer.options
+    log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
     steps = trainer.steps(batches)  # samples nothing yet
     callbacks.on_stage_begin(trainer, optimizer, state)
@@ -168,13 +157,13 @@ def train_stage(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
         state.advance(batches.batches_consumed)
-        checkpoints.after_update(state, step.ends_rollout)
+        checkpoints.after_update(step.ends_rollout)
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
         trainer.world.barrier("finish its callbacks and trackers")
         log.snapshot_line_counts()
         state.seconds[stage] = log.seconds
-        checkpoints.after_step(state, log)
+        checkpoints.after_step()
     state.seconds[stage] = log.end_stage()
     results.measure(f"after_{stage}", trainer)
 

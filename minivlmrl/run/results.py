@@ -19,7 +19,6 @@ from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
 from minivlmrl.run.metrics import METRICS, MetricsLog, short_names
-from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
@@ -56,7 +55,6 @@ class Results:
 
     Args:
         held_out: rows for evaluations, None = no evaluations.
-        state: stores the metrics.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Results:
         processor: Processor,
         log: MetricsLog,
         held_out: Dataset | None,
-        state: TrainerState,
         callbacks: Callbacks,
     ):
         self.config = config
@@ -75,7 +72,7 @@ class Results:
         self.log = log
         self.world = log.world
         self.held_out = held_out
-        self.state = state
+        self.state = log.state
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
 

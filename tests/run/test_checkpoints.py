@@ -109,7 +109,7 @@ PLACES = {
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
-    "while resuming": (resume_file.CheckpointManager, "restore", {"after": kill}),
+    "while resuming": (loop, "load_checkpoint", {"after": kill}),
 }
 
 
@@ -707,7 +707,7 @@ def test_changed_images_are_reported(recipe, tmp_path, monkeypatch, capsys):
 def test_a_run_that_stops_before_its_first_step_says_that_nothing_is_saved(recipe, tmp_path, monkeypatch, capsys):
     def stop(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        arguments[5].signals.stop_if_preempted()
+        arguments[4].signals.stop_if_preempted()
 
     monkeypatch.setattr(loop, "train_stage", stop)
     assert resume(recipe, tmp_path / "run") == PREEMPTED

@@ -36,7 +36,7 @@ def results(home, tmp_path, monkeypatch):
         log = MetricsLog(config, world, state)
         log.open_files()
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        found = Results(config, model, processor, log, held_out, state, Callbacks())
+        found = Results(config, model, processor, log, held_out, Callbacks())
         found.write_config()
         return found
 
