@@ -33,6 +33,20 @@ class Prompt:
 
 
 @dataclass
+class ToolUse:
+    """What an environment adds to a sampled completion."""
+
+    environment: Any = None  # see extras/agents/environment.py
+    num_calls: int = 0
+    num_failed: int = 0  # failed calls
+    cut: bool = False  # ended by a tool result that was too long
+
+    @property
+    def counts(self) -> tuple[int, int, bool]:
+        return self.num_calls, self.num_failed, self.cut
+
+
+@dataclass
 class Completion:
     """A sampled or demonstrated answer.
 
@@ -49,9 +63,7 @@ class Completion:
     # (counts, ids): token i was drawn from counts[i] ids kept by top_k, top_p and min_p; `ids` has them all
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in turns
-    environment: Any = None  # Environment of the tools; see extras/agents/environment.py
-    # (tool calls, failed calls, True if a result was too long)
-    calls: tuple[int, int, bool] = (0, 0, False)
+    tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values from log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one per assistant turn if turns have their own prompts
     prompt: Prompt | None = None  # of a single turn

@@ -78,7 +78,7 @@ def reward_columns(
         turn_texts=[[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],
         image_sizes=[size for size, _ in extents],
         answer_extents=[box_scale for _, box_scale in extents],
-        environments=[completion.environment for completion in flat],
+        environments=[completion.tool_use.environment for completion in flat],
         row_rewards=[row.columns.get("row_rewards") for row in row_of_each],
         extras=[completion.extra for completion in flat],
         reward_model_scores=reward_model_scores,

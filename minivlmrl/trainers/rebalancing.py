@@ -33,7 +33,7 @@ class SerializedGroup:
         completions = [sample.completion for sample in samples]
         for completion in completions:
             # pickling a user environment may fail
-            completion.environment = None
+            completion.tool_use.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 

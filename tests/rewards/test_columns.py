@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.rows import Completion, Row, ToolUse
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS, call_rewards, reward_columns
 from minivlmrl.rewards.registry import Reward
 
@@ -27,7 +27,7 @@ def test_a_reward_receives_every_argument_and_no_column_of_the_same_name():
     """The columns of a row that have the name of an argument are hidden, except row_rewards, which a run writes."""
     row = Row([{"role": "user", "content": "?"}], [], dict.fromkeys(REWARD_ARGUMENTS, "other") | {"n": 1})
     row.columns["row_rewards"] = ["own", "another"]
-    completion = Completion(torch.tensor([7]), environment="e")
+    completion = Completion(torch.tensor([7]), tool_use=ToolUse("e"))
     processor = SimpleNamespace(decode_assistant_turn=lambda completion: "a", answer_format="whole")
     received = {}
 

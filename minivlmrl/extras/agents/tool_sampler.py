@@ -16,7 +16,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.data.rows import Completion, Prompt, Row, ToolUse
 from minivlmrl.errors import UserError, error_context
 from minivlmrl.extras.agents.environment import Environment, get_environment, settings_of, tools_of
 from minivlmrl.extras.agents.tool_calls import (
@@ -45,10 +45,9 @@ class ToolEpisode:
 
     def __init__(self, environment: Environment):
         self.environment = environment
+        self.tool_use = ToolUse(environment)
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
-        self.num_calls = 0
-        self.num_failed = 0
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text from the policy since the last tool result
         self.ids: list[int] = []  # completion tokens, with tool results
@@ -56,7 +55,6 @@ class ToolEpisode:
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
         self.unread: list[Prompt] = []  # tool results still to read, at most one
-        self.cut = False  # whether a tool result exceeded max_new_tokens
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
@@ -90,7 +88,7 @@ class ToolEpisode:
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
             return []
         calls = find_calls(self.text.decode(errors="replace"), self.tools, turn_ends)
-        return calls[: self.settings.max_tool_calls - self.num_calls]
+        return calls[: self.settings.max_tool_calls - self.tool_use.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
         """Return True if the text after `searched_from` closes a call, for example by </zoom>."""
@@ -112,8 +110,8 @@ class ToolEpisode:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
         # too long: end here, images in a result cannot be truncated
-        self.cut = len(ids) >= tokens_left
-        if self.cut:
+        if len(ids) >= tokens_left:
+            self.tool_use.cut = True
             return True
         answer, shown = as_prompt(ids, pictures, processor)
         self.unread.append(answer)
@@ -130,8 +128,8 @@ class ToolEpisode:
             parts, shown, succeeded = answer_call(self.tools, name, inside, processor, self.settings)
             answers.append(parts)
             pictures += shown
-            self.num_failed += not succeeded
-        self.num_calls += len(calls)
+            self.tool_use.num_failed += not succeeded
+        self.tool_use.num_calls += len(calls)
         return answers, pictures
 
     @property
@@ -141,9 +139,8 @@ class ToolEpisode:
     def finish(self, completion: Completion):
         """Add tool results, environment and number of tool calls to a sampled completion."""
         self.insert_answers(completion)
-        completion.stopped &= not self.cut
-        completion.environment = self.environment
-        completion.calls = self.num_calls, self.num_failed, self.cut
+        completion.stopped &= not self.tool_use.cut
+        completion.tool_use = self.tool_use
 
     def insert_answers(self, completion: Completion):
         """Insert tool-result tokens into a sampled completion, with log-probability 0."""

@@ -117,8 +117,7 @@ class Episode(ToolEpisode):
             ids=torch.cat([turn.ids for turn in self.turns]),
             logps=torch.cat([turn.sampled_logps for turn in self.turns]),
             stopped=self.turns[-1].stopped,
-            environment=self.environment,
-            calls=(self.num_calls, self.num_failed, False),
+            tool_use=self.tool_use,
             turns=self.turns,
             pictures=[(image,) for images in shown for image in images],
         )

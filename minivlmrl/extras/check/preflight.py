@@ -16,7 +16,7 @@ from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Dataset
+from minivlmrl.data.rows import Completion, Dataset, ToolUse
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import USER_FILES, error_context, pluralize, truncate
 from minivlmrl.extras.check.effects import options_without_effect
@@ -129,7 +129,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
         skips = stage != "eval" and config.data.skip_unreadable
         row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
         row.columns = no_columns | row.columns
-        completion = Completion(ids, environment=begin_environment(config.sampling.environment, row))
+        completion = Completion(ids, tool_use=ToolUse(begin_environment(config.sampling.environment, row)))
         call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
 
 

@@ -223,7 +223,8 @@ def test_conversations_with_tools_match_the_published_template(monkeypatch, publ
     (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
     grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
     ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n"), ""), grids))
-    assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
+    assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids)
+    assert completion.tool_use.counts == (2, 0, False)
     turns[0]["content"], [call] = None, turns[0]["tool_calls"]
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     demonstrated = encode_completion(processor, prompt.row.messages, turns)
@@ -242,9 +243,9 @@ def test_limits(monkeypatch):
         [[completion]], _, _ = sample_texts(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
         assert not completion.stopped and len(completion.pictures) == fits
         assert len(completion.ids) == (tokens if fits else long) and completion.policy_mask[-1]
-        assert completion.calls == (1, 0, not fits)
+        assert completion.tool_use.counts == (1, 0, not fits)
     [[completion]], _, _ = sample_texts(monkeypatch, "<look>two</look>end")
-    assert completion.calls == (1, 1, False)
+    assert completion.tool_use.counts == (1, 1, False)
 
 
 def test_environments_and_prompts_that_cannot_be_used_are_refused(monkeypatch):

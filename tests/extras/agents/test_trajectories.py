@@ -146,7 +146,8 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, histo
         assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
         likely = (logps * mask).sum(1).exp()
         assert abs(likely.sum().item() - 1) < 1e-12
-        rewards = environment_reward([one.environment for one in group], [["?"] * len(one.turns) for one in group])
+        environments = [one.tool_use.environment for one in group]
+        rewards = environment_reward(environments, [["?"] * len(one.turns) for one in group])
         rewards = torch.tensor(rewards, dtype=torch.float64)
         truth = truth + (likely * rewards).sum()
         loss = loss - expected_loss(logps, mask, rewards, likely.detach())
@@ -223,7 +224,8 @@ def test_what_windows_show(monkeypatch):
     ours = PROCESSOR(*expected)
     assert torch.equal(last.input_ids, ours.input_ids) and torch.equal(last.pixel_values, ours.pixel_values)
     assert trajectory.turns[0].prompt is None and len(trajectory.pictures) == 2
-    assert trajectory.environment.clicks == ["red", "blue", "red"] and trajectory.calls == (3, 0, False)
+    assert trajectory.tool_use.environment.clicks == ["red", "blue", "red"]
+    assert trajectory.tool_use.counts == (3, 0, False)
 
 
 @pytest.fixture
@@ -328,7 +330,7 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
 def test_rewards_of_turns(monkeypatch):
     """get_reward returns a number for each turn, except for a last turn without a call."""
     [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
-    site, texts = trajectory.environment, ["<click>", "<click>", "l"]
+    site, texts = trajectory.tool_use.environment, ["<click>", "<click>", "l"]
     assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
     site.earned = [1.0, 0.5]
     assert environment_reward([site], [texts]) == [1.5]
