@@ -1,6 +1,6 @@
 """Write handwritten digits from scikit-learn as images and JSON Lines files, for recipes/digits.yaml.
 
-    python recipes/digits.py FOLDER
+python recipes/digits.py FOLDER
 """
 
 import json

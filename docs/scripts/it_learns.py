@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-    python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
+python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
 """
 
 import json
