@@ -1,4 +1,4 @@
-"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all options of TRL."""
+"""Losses by hand: float64 tensors, a tolerance, and grpo_loss with all TRL options."""
 
 import inspect
 from dataclasses import fields
@@ -10,7 +10,7 @@ import torch
 from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss, kl_term
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
-OWN = inspect.signature(grpo_loss).parameters  # arguments of grpo_loss, without those of its terms
+OWN = inspect.signature(grpo_loss).parameters  # arguments of grpo_loss, without term options
 COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
@@ -19,12 +19,12 @@ def tensor(*values):
 
 
 def near(*values):
-    """Return pytest.approx with the absolute tolerance 1e-6."""
+    """Return pytest.approx with absolute tolerance 1e-6."""
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
 def kl(estimator):
-    """Return KL and gradient at a token with probability 0.5 under the policy and 0.25 under the reference."""
+    """Return KL and gradient for a token with probability 0.5 in the policy and 0.25 in the reference."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
     assert value.flatten()[1:].tolist() == [0.0] * 3
@@ -32,7 +32,7 @@ def kl(estimator):
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Call grpo_loss with options of TRL, which may also set token weights and an entropy bonus."""
+    """Call grpo_loss with TRL options, which may also set token weights and an entropy bonus."""
     given = {name: value for name, value in given.items() if value is not None}
     loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
@@ -53,7 +53,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     if loss_type != "vespo":
         weights = weights * given.pop("importance_sampling_ratio", 1)
     takes = {*OWN, *(TERMS.get(loss_type, clipped).__kwdefaults__ or {})}
-    given = {name: value for name, value in given.items() if name in takes}  # TRL also ignores others
+    given = {name: value for name, value in given.items() if name in takes}  # TRL ignores other options, too
     loss, metrics = grpo_loss(per_token_logps, advantages, mask, normalizer=normalizer, token_weights=weights, **given)
     if coefficient:
         loss = loss - coefficient * mean_entropy(entropies, kept, normalizer, num_tokens)
@@ -61,13 +61,13 @@ def loss_of(per_token_logps, advantages, mask, **given):
 
 
 def loss_options(section, loss):
-    """Return the options of a stage that are also arguments of its loss function."""
-    names = inspect.signature(loss).parameters.keys() - {"advantages"}  # also the name of an option
+    """Return the options of a stage that its loss function takes."""
+    names = inspect.signature(loss).parameters.keys() - {"advantages"}  # "advantages" also names an option
     return {name: value for name, value in vars(section).items() if name in names}
 
 
 def policy(ratios, advantages, **options):
-    """Return loss, gradient without padding, and metrics for ratios of tokens with log-probability -1."""
+    """Return loss, gradient without padding, and metrics, for token ratios at log-probability -1."""
     T = max(map(len, ratios))
     mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
     logps = torch.full_like(mask, -1.0).requires_grad_()
@@ -77,17 +77,17 @@ def policy(ratios, advantages, **options):
     return loss.item(), gradient, {name: value.item() for name, value in metrics.items()}
 
 
-# two completions: one token with ratio 1.5 and advantage 1; three tokens with ratios 0.5, 1, 1.1 and advantage -1
+# two completions: one token, ratio 1.5, advantage 1; three tokens, ratios 0.5, 1, 1.1, advantage -1
 OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, *, normalizer, **others):
-    """Compute the REINFORCE loss per token of a step, as an example of a user's loss function."""
+    """Compute the REINFORCE loss per token in a step: example of a user's loss function."""
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
 
 
 def max_rl(rewards, num_generations):
-    """Return (reward - group mean) / group mean: an example of a function for grpo.advantages."""
+    """Return (reward - group mean) / group mean: example of a function for grpo.advantages."""
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
     return ((groups - mean) / mean.clamp(min=1e-6)).flatten()

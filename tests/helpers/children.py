@@ -1,4 +1,4 @@
-"""Fork child processes in a test, which exit after their work and never continue as a second pytest."""
+"""Fork child processes that exit after their work, and never continue as a second pytest."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Fork a process that exits with the result of work(), or with 1 after an exception; return the process id."""
+    """Fork a process that exits with work(), or with 1 after an exception; return the process id."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -29,18 +29,18 @@ def fork(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child process, and return its exit code, or the negative number of the signal that ended it."""
+    """Wait for a child process; return its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
-    """Call work(rank) in forked processes with torchrun's environment variables, and return their exit codes."""
+    """Call work(rank) in forked processes with torchrun's environment variables; return exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def begin(rank):
-        gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing a group would abort
+        gc.freeze()  # never free old process groups here: a forked process lacks their threads, and would abort
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         return work(rank)
@@ -49,13 +49,13 @@ def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
 
 
 def fork_ranks(size: int, work: Callable[[process_group.World], int | None], timeout: float) -> list[int]:
-    """Call work(world) on gloo ranks in forked processes, and return their exit codes."""
+    """Call work(world) on gloo ranks in forked processes; return exit codes."""
     return fork_processes(size, lambda rank: work(process_group.setup(1, timeout, sharded=False)))
 
 
 @pytest.fixture
 def default_signals():
-    """Restore default signal handlers, because nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
+    """Restore default signal handlers: nohup ignores SIGHUP, `pytest &` in a script SIGINT."""
     defaults = {number: signal.SIG_DFL for number in StopSignals.SIGNALS} | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield

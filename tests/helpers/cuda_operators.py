@@ -1,7 +1,7 @@
-"""Compute operators of PyTorch that only CUDA has on the CPU, by their definition, for the simulated GPU.
+"""CUDA-only PyTorch operators, computed by definition on the CPU, for the simulated GPU.
 
-The GPU path of kernels/ calls 16-bit matrix products with a float32 result, and flash attention that also returns
-log-sum-exps. Both kinds of operators follow the documentation of PyTorch, without code of kernels/.
+The GPU path in kernels/ needs 16-bit products with float32 result, and flash attention with log-sum-exps. Both follow
+PyTorch's documentation, without code from kernels/.
 """
 
 import torch
@@ -11,19 +11,19 @@ aten = torch.ops.aten
 
 
 def scores_of(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """Return attention scores (S, H, L, T) in float32; with is_causal, query i sees the keys 0 to T-L+i."""
+    """Return attention scores (S, H, L, T) in float32; with is_causal, query i sees keys 0 to T-L+i."""
     scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     L, T = scores.shape[-2:]
     return scores.masked_fill(torch.ones(L, T).triu(T - L + 1) > 0, -torch.inf) if is_causal else scores
 
 
 def for_query_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values (S, K, T, D) so that each query head has its own: (S, H, T, D)."""
+    """Repeat keys or values for all query heads: (S, K, T, D) -> (S, H, T, D)."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> tuple:
-    """Compute _scaled_dot_product_flash_attention: outputs, log-sum-exps and arguments of the backward pass."""
+    """Compute _scaled_dot_product_flash_attention: outputs, log-sum-exps and backward arguments."""
     scores = scores_of(q, for_query_heads(k, q), is_causal)
     out = scores.softmax(-1) @ for_query_heads(v, q).float()
     unused = q.new_empty(0)
@@ -34,7 +34,7 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 def flash_backward(
     grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, dropout_p, is_causal, seed, offset, *, scale=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute _scaled_dot_product_flash_attention_backward, with the weights exp(score - lse)."""
+    """Compute _scaled_dot_product_flash_attention_backward, with weights exp(score - lse)."""
     wide_k, wide_v = (for_query_heads(x, q).float() for x in (k, v))
     grad = grad.float()
     weights = (scores_of(q, wide_k, is_causal) - lse[..., None]).exp()

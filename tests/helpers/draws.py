@@ -1,4 +1,4 @@
-"""Helpers for sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
+"""Sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import generate, make_token_sampler
 from tests.helpers import tiny
 
-STOP = (7, 11, 13, 17, 19, 23, 29)  # so common that some completions end early and others do not
+STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some completions end early, but not all
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)], [(1, 10, 6)]]
 SETTINGS = [
     dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
@@ -20,13 +20,13 @@ SETTINGS = [
 
 
 def prompts(count, seed=0):
-    """Return prompts with one image, two images, no image and so on, and with texts of several lengths."""
+    """Return prompts with one image, two, none and so on, and different text lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [tiny.prompt(generator, GRIDS[i % len(GRIDS)], text=3 + i % 4) for i in range(count)]
 
 
 def seeded(seed=0):
-    """Return a function that samples tokens as transformers does after torch.manual_seed(seed)."""
+    """Return a function that samples tokens like transformers after torch.manual_seed(seed)."""
     generator = torch.Generator().manual_seed(seed)
     return lambda probs, rows, step: torch.multinomial(probs, 1, generator=generator)[:, 0]
 
@@ -36,7 +36,7 @@ def options(**values):
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=None):
-    """Generate completions as Sampler does, with token ids from draw(probabilities, rows, step)."""
+    """Generate completions like Sampler, with token ids from draw(probabilities, rows, step)."""
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
@@ -67,23 +67,23 @@ def ids_of(completions):
 
 @pytest.fixture(scope="session")
 def pair(oracle, tmp_path_factory):
-    """Return a model of transformers, and our model with the same weights."""
+    """Return a transformers model, and ours with the same weights."""
     return oracle.saved_pair(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer_300():
-    """Return a tokenizer with as many tokens as the tiny model, so that all sampled ids can be decoded."""
+    """Return a tokenizer with as many tokens as the tiny model has, so that all sampled ids can be decoded."""
     return train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
-    """Return the ids (R, C) that transformers generates with options under our names."""
+    """Return ids (R, C) that transformers generates, with options under our names."""
     from transformers import GenerationConfig
 
     theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)
     if settings.setdefault("temperature", 1.0) == 0:
         settings = {name: value for name, value in settings.items() if name != "temperature"} | {"do_sample": False}
     torch.manual_seed(seed)
-    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # transformers' default top_k is 50
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # default top_k in transformers is 50
     return theirs.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]

@@ -1,8 +1,7 @@
-"""Compute torch.linspace as a processor with fused multiply-add does, such as the one that made tests/recorded.
+"""torch.linspace as on a processor with fused multiply-add, such as the one that made tests/recorded.
 
-Fused multiply-add rounds start + step * i once. Without AVX2, the product is rounded first, which changes the frames of
-qwen-vl-utils, the tables of bitsandbytes, and ours. With the linspace of this file, results equal the recorded results
-on every processor.
+Fused multiply-add rounds start + step * i once. Without AVX2, the product is rounded first, which changes frames in
+qwen-vl-utils, tables in bitsandbytes, and ours. With this linspace, results equal the recorded ones everywhere.
 """
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 
 def linspace(start: float, end: float, steps: int) -> Tensor:
-    """Compute linspace from both ends to the middle; float64 products and sums are rounded once to float32."""
+    """Compute linspace from both ends to the middle; float64 products and sums are rounded once, to float32."""
     first, last = torch.tensor([start, end], dtype=torch.float32)
     step = ((last - first) / max(1, steps - 1)).double()
     index = torch.arange(steps, dtype=torch.float64)

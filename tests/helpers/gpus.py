@@ -1,8 +1,7 @@
-"""Hide GPUs from the tests, except from `pytest -m gpu`, which runs the tests that need a GPU.
+"""Hide GPUs from tests, except with `pytest -m gpu`.
 
-The suite runs on the CPU, even on a machine with a GPU, because it forks processes, which CUDA forbids after its first
-use, and because it compares exact numbers. MINIVLMRL_TEST_GPU=1 shows the GPUs to other tests. tests/conftest.py
-imports this file first.
+The suite runs on the CPU even with a GPU: it compares exact numbers, and forks processes, which CUDA forbids after its
+first use. MINIVLMRL_TEST_GPU=1 shows GPUs to other tests. tests/conftest.py imports this file first.
 """
 
 import os
@@ -11,11 +10,11 @@ import pytest
 
 DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES")
 if "MINIVLMRL_TEST_GPU" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # read when CUDA is first used, even by child processes
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # read at CUDA's first use, also by child processes
 
 
 def pytest_configure(config):
-    """Show the GPUs again to `pytest -m gpu`."""
+    """Show GPUs again for `pytest -m gpu`."""
     if config.option.markexpr == "gpu":
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if DEVICES is not None:
@@ -23,7 +22,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    """Skip a test that needs a GPU if no GPU is visible."""
+    """Skip a test that needs a GPU if none is visible."""
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -1,6 +1,6 @@
-"""Return the config.json of released models, as on the Hugging Face hub, and of a tiny model of each family.
+"""config.json of released models, as on the Hugging Face hub, and of tiny models, one per family.
 
-The contents are in tests/recorded/hub_configs.json; the tiny models have the sizes and ids of tiny.py.
+Contents: tests/recorded/hub_configs.json. Tiny models have the sizes and ids in tiny.py.
 """
 
 import copy
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "recorded" / "hub_configs.json").read_text())
-# numbers of parameters and of tensors in the files of a model on the hub
+# (parameters, tensors) in the files of hub models
 SIZES = {
     "Qwen2.5-VL-3B": (3_754_622_976, 824),
     "Qwen2.5-VL-7B": (8_292_166_656, 729),
@@ -25,7 +25,7 @@ QWEN3_SIZES = {
 
 
 def real_config(size: str) -> dict:
-    """Return the config.json of a released model such as "Qwen2.5-VL-3B"."""
+    """Return config.json for a released model such as "Qwen2.5-VL-3B"."""
     return copy.deepcopy(CONFIGS[size])
 
 

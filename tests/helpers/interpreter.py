@@ -1,14 +1,13 @@
-"""Run the kernel tests a second time in Triton's interpreter, in a separate process.
+"""Run the kernel tests again in Triton's interpreter, in a separate process.
 
-Triton reads TRITON_INTERPRET at its first import, and a process that interprets kernels cannot compile them. So one
-child process runs the kernel tests again. In the child process, MINIVLMRL_KERNELS=triton makes every public function of
-kernels/ use its Triton kernel.
+Triton reads TRITON_INTERPRET at its first import, and a process that interprets kernels cannot compile them. The child
+process has MINIVLMRL_KERNELS=triton, so all public functions in kernels/ use their Triton kernel.
 
-An interpreting process that imports this module also corrects two differences between the interpreter and a GPU.
-First, the interpreter stores bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies bit
-patterns in tl.dot (https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 still raises an error,
-because our kernels convert to float32 directly after a load. Second, tl.maximum and tl.minimum of a number and NaN
-return the number on a GPU by default, but NaN in the interpreter.
+An interpreting process that imports this module also corrects two differences from a GPU. First, the interpreter stores
+bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies bit patterns in tl.dot
+(https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 still raises an error, because our kernels
+convert to float32 directly after a load. Second, for a number and NaN, tl.maximum and tl.minimum return the number on a
+GPU by default, but NaN in the interpreter.
 """
 
 import os
@@ -22,7 +21,7 @@ from tests.helpers.links import ROOT
 
 
 def run_interpreted(*modules: str) -> None:
-    """Run the test files of some kernels in the interpreter, and show their output if a test fails."""
+    """Run test files in the interpreter, and show their output if a test fails."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
@@ -45,7 +44,7 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 def mend_bfloat16() -> None:
-    """Replace the four methods of the interpreter that handle bfloat16 values."""
+    """Replace the interpreter's four methods for bfloat16."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle
 
@@ -85,7 +84,7 @@ def mend_bfloat16() -> None:
 
 
 def mend_nan() -> None:
-    """Make maximum and minimum ignore NaN, as the instruction max.f32 of a GPU does."""
+    """Make maximum and minimum ignore NaN, like max.f32 on a GPU."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)

@@ -1,13 +1,13 @@
-"""Compile every Triton kernel at its real sizes without a GPU, and print what its machine code needs, as JSON.
+"""Compile all Triton kernels at real sizes without a GPU, and print what their machine code needs, as JSON.
 
 python tests/helpers/kernel_builds.py 90    # for sm_90: about a minute
 
-The compiler, the assembler and the disassembler are part of the triton package. The numbers for each kernel:
+Compiler, assembler and disassembler are in the triton package. Numbers per kernel:
 
     spills      loads and stores for registers that did not fit
     shared      shared memory per program, in bytes
     matrix      matrix instructions (HMMA, HGMMA, UTCHMMA)
-    wide        loads and stores that move 16 bytes
+    wide        loads and stores of 16 bytes
 """
 
 import json
@@ -27,30 +27,30 @@ from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
 DTYPES = ("bf16", "fp32")
-# tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads of 80 columns, and windows of up to 64 tokens
+# (longest window in tokens, head_dim); Qwen2.5-VL has 16 heads with 80 columns, windows up to 64 tokens
 WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel at one real size, which this script compiles with the options of its launch."""
+    """A kernel at one real size, compiled with its launch options."""
 
     name: str
     kernel: Any  # a @triton.jit function
     signature: dict[str, str]  # {parameter: Triton type such as "*bf16"}; pointers and i32 are divisible by 16
-    constexprs: dict[str, Any]  # None for a pointer that this build does not use
+    constexprs: dict[str, Any]  # None = unused pointer
     num_warps: int = 4
     num_stages: int = 1
     enable_fp_fusion: bool = True
 
 
 def same(kind: str, *names: str) -> dict[str, str]:
-    """Return a signature in which all parameters have the same Triton type."""
+    """Return a signature with one Triton type for all parameters."""
     return dict.fromkeys(names, kind)
 
 
 def log_softmax_builds() -> list[Build]:
-    """Return builds of the log-softmax kernels, for whole rows and for the tiles of linear_log_softmax."""
+    """Return log-softmax builds, for whole rows and for the tiles in linear_log_softmax."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     whole = {"parts": None, "FIRST": True, "LAST": True}
@@ -91,7 +91,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds(dtype: str) -> list[Build]:
-    """Return builds of decode attention for 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
+    """Return decode attention builds: 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias")
     given |= same("*fp32", "outs", "log_sums")
     given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
@@ -119,9 +119,9 @@ def nf4_build(dtype: str) -> Build:
 
 
 def all_builds(arch: int) -> list[Build]:
-    """Return all builds, or below sm_80 only the builds without matrix products.
+    """Return all builds, below sm_80 only those without matrix products.
 
-    GPUs below sm_80 have no matrix instructions for bfloat16. Without them, the assembler takes over ten minutes.
+    Older GPUs have no bfloat16 matrix instructions, and the assembler takes over ten minutes.
     """
     builds = [*log_softmax_builds(), *map(nf4_build, DTYPES)]
     if arch < 80:
@@ -133,13 +133,13 @@ def all_builds(arch: int) -> list[Build]:
 
 
 def inspect(build: Build, arch: int) -> dict[str, Any]:
-    """Compile a kernel for one NVIDIA architecture, and count what its machine code needs."""
+    """Compile a kernel for an NVIDIA architecture, and count what its machine code needs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         compiled = compile_ahead(build, arch)
         file.write(compiled.asm["cubin"])
         file.flush()
         sass = disassemble(file.name)
-    # each line has an address and an instruction, which may begin with a predicate: /*0100*/ @P0 LDG.E.128 ...
+    # lines have an address, perhaps a predicate, and an instruction: /*0100*/ @P0 LDG.E.128 ...
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?([^\s;]+)", sass)
     memory = [op for op in opcodes if op.startswith(("LDG", "STG", "LDGSTS", "UBLKCP"))]
     return {

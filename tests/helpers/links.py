@@ -1,4 +1,4 @@
-"""Check links from a page to code, such as [`name`](../file.py) or [`name`][label]: the file must define the name."""
+"""Check page links to code, such as [`name`](../file.py) or [`name`][label]: the file must define the name."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ LABEL = re.compile(r"^\[(\w+)\]: (\S+)$", re.MULTILINE)
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
-    """Return (name, file) for each link whose text is code."""
+    """Return (name, file) for links whose text is code."""
     text = page.read_text()
     labels = dict(LABEL.findall(text))
     return [
@@ -22,7 +22,7 @@ def links(page: Path) -> list[tuple[str, Path]]:
 
 @cache
 def names(path: Path) -> set[str]:
-    """Return the names that a Python file defines: functions, classes, constants, and members as `Class.name`."""
+    """Return names that a Python file defines: functions, classes, constants, and members as `Class.name`."""
 
     def of(body, prefix=""):
         for node in body:
@@ -38,7 +38,7 @@ def names(path: Path) -> set[str]:
 
 
 def missing(page: Path) -> list[str]:
-    """Return the links of a page whose file does not exist or does not define the name."""
+    """Return links whose file does not exist or does not define the name."""
     return [
         f"{path.relative_to(ROOT)}: no {name}"
         for name, path in links(page)
@@ -51,14 +51,14 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def rows_of(text: str, title: str) -> list[list[str]]:
-    """Return the cells of the first table below a title, without its header."""
+    """Return the cells in the first table below a title, without header."""
     section = re.split(r"\n##+ ", text.split(f"## {title}\n")[1])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
 def reading_list() -> dict[Path, str]:
-    """Return the reading list of docs/developer_guide.md as {file: function or class with which a reader begins}."""
+    """Return the reading list in docs/developer_guide.md: {file: function or class to begin with}."""
     text = (ROOT / "docs" / "developer_guide.md").read_text()
     rows = re.findall(r"^\| \[[\w./]+\]\(\.\./([\w./]+)\).*\| `([\w.]+)` \|$", text, re.MULTILINE)
     return {ROOT / file: name for file, name in rows}

@@ -1,6 +1,6 @@
-"""Train a stage on 1, 2 and 4 processes on this machine with the same rows, for test_process_group.py.
+"""Train a stage on 1, 2 and 4 local processes with the same rows, for test_process_group.py.
 
-All cases of a world size run in one launch, which forks the single-threaded process of the test.
+All cases for a world size run in one launch, which forks the test's single-threaded process.
 """
 
 from dataclasses import dataclass, field
@@ -30,22 +30,22 @@ from minivlmrl.trainers import registry
 from tests.helpers.children import fork_processes
 from tests.helpers.talk import IMAGE_PART, text, user
 
-SECONDS = 300  # timeout of a collective: long enough for a busy machine, and a deadlock fails the test
+SECONDS = 300  # collective timeout, long enough for a busy machine; a deadlock fails the test
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = process_group.World()
-SHARDS_BYTES = torch.__version__ >= "2.13"  # whether torch can shard 4-bit weights, which are uint8 tensors
+SHARDS_BYTES = torch.__version__ >= "2.13"  # whether torch can shard 4-bit weights, uint8 tensors
 
 
 def shards_bytes(*values, marks=()):
-    """Return a case for pytest.mark.parametrize that is skipped if torch cannot shard 4-bit weights."""
+    """Return a parametrize case, skipped if torch cannot shard 4-bit weights."""
     unless = pytest.mark.skipif(not SHARDS_BYTES, reason="torch before 2.13 cannot shard integer weights")
     return pytest.param(*values, marks=[unless, *marks])
 
 
 class Uneven:
-    """Rows of very different sizes, so that each rank gets tensors of other shapes.
+    """Rows with very different sizes, so that ranks get tensors with different shapes.
 
-    Images have 28 x 28 to 168 x 140 pixels, and answers 1 to 40 words. Only the rows in `with_image` have an image.
+    Images have 28 x 28 to 168 x 140 pixels, only in the rows `with_image`; answers have 1 to 40 words.
     """
 
     def __init__(self, with_image: set[int] = frozenset(range(ROWS))):
@@ -69,7 +69,7 @@ class Uneven:
 
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
-    """Return an object with the attributes of a trainer that Batches reads."""
+    """Return an object with the trainer attributes that Batches reads."""
     options = SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_rollout=1)
     config = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
@@ -79,7 +79,7 @@ def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft
 
 
 def uneven(stage: str) -> Uneven:
-    """Return rows with images in all rows of step 1, in the last row of step 3 and in the first row of step 4."""
+    """Return rows with images in step 1 (all rows), step 3 (last row) and step 4 (first row)."""
     draws = Batches(Uneven(), sharing(PROMPTS_PER_STEP, ONE, stage))
     steps = [[row.index for row in next(draws)] for _ in range(4)]
     return Uneven({*steps[0], steps[2][-1], steps[3][0]})
@@ -87,17 +87,17 @@ def uneven(stage: str) -> Uneven:
 
 @dataclass
 class Result:
-    """The results of a stage, which must be equal on all ranks except for `reference`."""
+    """Results of a stage, equal on all ranks except for `reference`."""
 
-    lines: list[dict] = field(default_factory=list)  # metrics of each step
+    lines: list[dict] = field(default_factory=list)  # metrics per step
     weights: dict = field(default_factory=dict)  # full weights after the last step
-    evaluation: dict = field(default_factory=dict)  # metrics of the held-out rows
-    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) of all rollouts
-    reference: list = field(default_factory=list)  # shards of the reference model on this rank
+    evaluation: dict = field(default_factory=dict)  # metrics on held-out rows
+    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) from all rollouts
+    reference: list = field(default_factory=list)  # this rank's shards of the reference model
 
 
 class Eye:
-    """An environment whose tool `look` returns a corner of the row's image, or a text for a row without an image."""
+    """Environment whose tool `look` returns a corner of the row's image, or a text without an image."""
 
     max_tool_calls = 2
 
@@ -109,7 +109,7 @@ class Eye:
 
 
 def eager(text, tools, ended):
-    """Return a tool call for any text of at least 3 characters, because a random model writes no valid calls."""
+    """Return a tool call for any text with at least 3 characters: a random model writes no valid calls."""
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
@@ -142,7 +142,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Append the completions of all ranks to result.texts at each rollout of the trainer."""
+    """Append completions from all ranks to result.texts, per rollout."""
     generate_rollout = trainer.generate_rollout
 
     def spy(rows):
@@ -157,7 +157,7 @@ def record(trainer, result):
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
-    """Run all cases on `size` ranks, and return {case: result} for each rank."""
+    """Run all cases on `size` ranks; return {case: result} per rank."""
 
     def work(rank):
         REWARDS["letters"], tool_sampler.find_calls = "tests.helpers.stages:letters", eager

@@ -1,4 +1,4 @@
-"""Helpers that compare our models with transformers, which this file imports."""
+"""Compare our models with transformers, which this file imports."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ CLASSES = {
     "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
 }
 
-# largest logit difference by float32 rounding, relative to the largest logit; recurrent layers accumulate errors
+# largest logit difference by float32 rounding, as a share of the largest logit; recurrent layers accumulate errors
 ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 1e-4)}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -41,9 +41,9 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
 
 
 def in_float64(monkeypatch, model_type: str):
-    """Let transformers compute in float64 until the test ends, also where its source says float32.
+    """Let transformers compute in float64 during the test, also where its source says float32.
 
-    Rotary frequencies stay float32, as when the checkpoints were trained.
+    Rotary frequencies stay float32, as in the training of released models.
     """
     for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
         module, lifted = lifted_module(name)
@@ -60,7 +60,7 @@ def in_float64(monkeypatch, model_type: str):
 
 @functools.cache
 def lifted_module(name: str) -> tuple:
-    """Return a transformers module, and {name: value} of a copy whose source says float64 instead of float32."""
+    """Return a transformers module, and {name: value} from a copy whose source says float64 instead of float32."""
     module = importlib.import_module(name)
     lifted = dict(vars(module))
     parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
@@ -74,7 +74,7 @@ LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "flo
 
 
 def their_processor(kind, folder, tokenizer, template, images, videos=None):
-    """Return a processor of transformers with our tokenizer, without its video processor, which needs torchvision."""
+    """Return a transformers processor with our tokenizer, without video processor, which needs torchvision."""
 
     class TinyProcessor(kind):
         def check_argument_for_proper_class(self, name, argument):
@@ -100,13 +100,13 @@ def their_inputs(prompt):
 
 
 def our_logits(model, rows):
-    """Return the logits of all rows, computed in one packed batch and split by row."""
+    """Return logits for all rows, computed in one packed batch and split by row."""
     batch = pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 
 
 def worst_difference(theirs, ours, rows):
-    """Return the largest logit difference in any row, relative to the row's largest logit."""
+    """Return the largest logit difference in any row, as a share of its largest logit."""
     with torch.no_grad():
         expected = [theirs(**their_inputs(row)).logits[0] for row in rows]
         return max(

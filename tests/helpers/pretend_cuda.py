@@ -1,22 +1,22 @@
-"""Simulate a GPU on a machine without one: tensors report the device cuda:0, but their data is in host memory.
+"""Simulate a GPU: tensors report cuda:0, but their data is on the CPU.
 
     with PretendCuda() as gpu:
         train_recipe([...])              # torch.cuda.is_available() is True in here
-    gpu.waits                          # where the host would wait for the GPU
+    gpu.waits                          # where the CPU would wait for the GPU
 
-An operation that mixes tensors on both devices raises CUDA's error. The simulation counts where the host would
-wait for the GPU: item, tolist, nonzero, masks as indices, and copies between host and GPU. The numbers are real, so
-code that depends on values, such as a loop until a stop token, runs as on a GPU.
+Operations that mix tensors on both devices raise CUDA's error. Waits for the GPU are counted: item, tolist, nonzero,
+masks as indices, copies between CPU and GPU. Numbers are real, so code that depends on values, such as a loop until a
+stop token, runs as on a GPU.
 
-A `Pretend` is a Tensor wrapper subclass, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
-is in the CPU tensor `inside`. The TorchDispatchMode PretendCuda receives every operation below autograd, including
-the backward pass, checks the devices, counts waits, runs the operation on the CPU tensors and wraps the results.
-Uninitialized memory is NaN. A CUDA graph is a list of operations. Capturing changes no data and rejects
-operations for which the host would wait, and a replay runs the operations on the same memory.
+`Pretend` is a Tensor wrapper subclass, like FakeTensor: Python sees cuda:0, C++ the meta device, and the data is in the
+CPU tensor `inside`. The TorchDispatchMode PretendCuda receives all operations below autograd, also in backward: it
+checks devices, counts waits, runs the operation on the CPU tensors and wraps the results. Uninitialized memory is NaN.
+A CUDA graph is a list of operations: capturing changes no data and rejects operations with waits; a replay runs them on
+the same memory.
 
-Operators that only CUDA has are computed by cuda_operators.py. Not simulated: several GPUs, streams, pinned memory,
-Triton, GPU rounding, and the meta device, which stands for the GPU here. torch.backends.cuda answers as on a
-CPU, so a test that needs flash attention must replace can_use_flash_attention.
+CUDA-only operators are in cuda_operators.py. Not simulated: several GPUs, streams, pinned memory, Triton, GPU rounding,
+and the meta device, which stands for the GPU here. torch.backends.cuda answers as on a CPU, so a test that needs flash
+attention must replace can_use_flash_attention.
 """
 
 import collections
@@ -41,11 +41,11 @@ SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmark
 aten = torch.ops.aten
 
 COPIES = {aten.copy_.default, aten._to_copy.default}
-# an index may be on the host, and then the host waits for a copy of the index
+# an index may be on the CPU, which then waits for its copy
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-# operations without the tag `pointwise` that also accept a number (a tensor without dimensions) on the host
+# operations without the tag `pointwise` that accept a number on the CPU (a tensor without dimensions)
 TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
-# operations for which the host waits, because the shape of the result depends on the data
+# the CPU waits, because the result's shape depends on the data
 WAITED_FOR = {
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal", "is_nonzero",
     "_local_scalar_dense", "histc", "masked_scatter",
@@ -54,11 +54,11 @@ EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided
 
 
 class DeviceMix(RuntimeError):
-    """The CUDA error that begins with "Expected all tensors to be on the same device"."""
+    """CUDA's error "Expected all tensors to be on the same device..."."""
 
 
 class Pretend(Tensor):
-    """A tensor that reports the device cuda:0; the CPU tensor `inside` has its data."""
+    """Tensor that reports device cuda:0, with its data in the CPU tensor `inside`."""
 
     @staticmethod
     def __new__(cls, inside: Tensor, requires_grad: bool = False):
@@ -67,7 +67,7 @@ class Pretend(Tensor):
         made.inside = inside
         return made
 
-    # Python code sees cuda:0, and C++ code sees the meta device
+    # seen by Python code; C++ code sees the meta device
     device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
 
     @property
@@ -75,7 +75,7 @@ class Pretend(Tensor):
         return Tensor.data.__get__(self)
 
     @data.setter
-    def data(self, value: Tensor):  # a reference of adapters exchanges the data of two parameters
+    def data(self, value: Tensor):  # adapters' reference exchanges the data of two parameters
         Tensor.data.__set__(self, value)
         self.inside = value.inside
 
@@ -84,7 +84,7 @@ class Pretend(Tensor):
         return PretendCuda.current.run(func, args, kwargs or {})
 
     def to(self, *args, **kwargs):
-        """Drop the device cuda from the arguments, because C++ would take it for another device and copy the tensor."""
+        """Drop device cuda from the arguments: C++ would take it for another device and copy the tensor."""
         named = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, str | torch.device)]
         args = tuple(x for x in args if not isinstance(x, str | torch.device))
         if named and named[0].type != "cuda":
@@ -111,7 +111,7 @@ class Pretend(Tensor):
     def __format__(self, form):
         return self.cpu().__format__(form)
 
-    def __reduce_ex__(self, protocol):  # torch.save also copies to the host
+    def __reduce_ex__(self, protocol):  # torch.save also copies to the CPU
         return self.cpu().__reduce_ex__(protocol)
 
     def __repr__(self, **_):
@@ -119,21 +119,21 @@ class Pretend(Tensor):
 
 
 def lists_on_card(index):
-    """Convert the lists in an index to tensors on the GPU, because C++ would not fill them on the meta device."""
+    """Convert lists in an index to GPU tensors: on the meta device, C++ would not fill them."""
     if isinstance(index, tuple):
         return tuple(map(lists_on_card, index))
     return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
 
 
 class CardGenerator(torch.Generator):
-    """The random generator of the simulated GPU, which computes its numbers on the CPU."""
+    """The simulated GPU's random generator, which computes on the CPU."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
 
 
 class PretendCuda(TorchDispatchMode):
-    """Simulate a GPU inside a `with` block; `waits` counts waits of the host by (reason, file, line number)."""
+    """Simulate a GPU inside a `with` block; `waits` counts CPU waits by (reason, file, line number)."""
 
     current: "PretendCuda | None" = None
 
@@ -168,7 +168,7 @@ class PretendCuda(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        """Run one operation: check the devices, count waits, compute on the CPU and wrap the results."""
+        """Run one operation: check devices, count waits, compute on the CPU, wrap the results."""
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         card = [x for x in tensors if isinstance(x, Pretend)]
         host = [x for x in tensors if not isinstance(x, Pretend)]
@@ -195,7 +195,7 @@ class PretendCuda(TorchDispatchMode):
         return tree_map(lambda x: wrap(x) if isinstance(x, Tensor) and not isinstance(x, Pretend) else x, result)
 
     def check(self, func, args, card, host):
-        """Raise DeviceMix if CUDA would reject the operation because its tensors are on both devices."""
+        """Raise DeviceMix if CUDA would reject tensors on both devices."""
         name = func.overloadpacket.__name__
         if not card or not host or func in COPIES:
             return
@@ -209,7 +209,7 @@ class PretendCuda(TorchDispatchMode):
         raise DeviceMix(f"Expected all tensors to be on the same device, but found {', '.join(shapes)} ({func})")
 
     def count(self, func, args, kwargs, to_card):
-        """Count an operation for which the host would wait, or raise RuntimeError during graph capture."""
+        """Count an operation for which the CPU would wait; during graph capture, raise RuntimeError."""
         name = func.overloadpacket.__name__
         reasons = []
         if func in COPIES:
@@ -232,7 +232,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 def source_line() -> tuple[str, int]:
-    """Return the file and line where the innermost function of this project called the operation."""
+    """Return file and line of the innermost project function that called the operation."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
         frame = frame.f_back
@@ -245,13 +245,13 @@ def is_composite(func) -> bool:
 
 
 def body_of(func):
-    """Return the Python function of a custom operation, or None for other operations."""
+    """Return the Python function behind a custom operation, None for others."""
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
 
 
 def compute(func, args, kwargs):
-    """Run one operation in host memory, and fill uninitialized memory with NaN (99 in integers)."""
+    """Run one operation on the CPU, and fill uninitialized memory with NaN (99 in integers)."""
     result = CUDA_OPERATORS.get(func, func)(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
@@ -259,14 +259,14 @@ def compute(func, args, kwargs):
 
 
 class Graph:
-    """A simulated torch.cuda.CUDAGraph: a list of recorded operations."""
+    """Simulated torch.cuda.CUDAGraph: a list of recorded operations."""
 
     def __init__(self):
         self.operations = []
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Record and compute an operation, and save the old values of the tensors that the operation changes."""
+        """Record and compute an operation; save old values of tensors that it changes."""
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -297,7 +297,7 @@ class Graph:
 
 # replacements for functions that tell Python code about the GPU
 class NameTheCard(TorchFunctionMode):
-    """Replace the device cuda with cuda:0, because C++ would ask the driver for the current device."""
+    """Replace device cuda by cuda:0: C++ would ask the driver for the current device."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def named(x):
@@ -311,7 +311,7 @@ class NameTheCard(TorchFunctionMode):
 
 
 class Stream:
-    """The only stream and event, whose methods do nothing, because no work is concurrent."""
+    """The only stream and event; methods do nothing, because nothing runs concurrently."""
 
     device = CUDA
     device_type = 1
@@ -326,7 +326,7 @@ class Stream:
 
 
 class Event(Stream):
-    """An event whose clock advances by one second when any event is recorded."""
+    """Event whose clock advances by one second per recorded event."""
 
     seconds = itertools.count()
 
@@ -335,12 +335,12 @@ class Event(Stream):
         return self
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return a time in milliseconds, as torch.cuda.Event does."""
+        """Return milliseconds, like torch.cuda.Event."""
         return 1000.0 * (end.time - self.time)
 
 
 def environment():
-    """Yield the patches that make torch.cuda report one GPU."""
+    """Yield patches that make torch.cuda report one GPU."""
     stream = Stream()
     answers = {
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
@@ -362,7 +362,7 @@ def environment():
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module and its tied parameters to the GPU; module.to(CUDA) fails after autograd has used parameters."""
+    """Move a module and its tied parameters to the GPU; module.to(CUDA) fails once autograd has used parameters."""
     moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})

@@ -1,4 +1,4 @@
-"""The rows of reward_table.yaml, and more answers, which are too long for that file."""
+"""Rows of reward_table.yaml, plus answers too long for that file."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ TAKEN, MISSED = (TABLE.pop(f"{name} by math-verify") for name in ("taken", "miss
 CLASSES = ["frilly", "dotted", "polka-dotted", "zig_zag", "square", "green square", "no entry", "t-shirt"]
 NAMES = ("number", "choice", "yes_no", "class_name", "math")
 NUMBER, CHOICE, YES_NO, CLASS, MATH = (f"{ROOT}/recipes/answers.py:{name}" for name in NAMES)
-LONG = {  # (reward, solution): answers whose reward is 0
+LONG = {  # (reward, solution): answers with reward 0
     ("number", "3"): ["3" * 2000, "3" + "0" * 5000, "0" * 200 + "3"],
     ("choice", "B"): ["B" * 5000, "(" * 5000],
     ("yes_no", "yes"): ["yes" * 2000],

@@ -1,4 +1,4 @@
-"""Fixtures that train a tiny recipe with train_recipe, for tests about training, its options and its results."""
+"""Fixtures that train a tiny recipe, for tests of training, options and results."""
 
 import json
 
@@ -20,7 +20,7 @@ LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
-    """Return a folder with recipe.yaml and the config of its tiny model."""
+    """Return a folder with recipe.yaml and its tiny model's config."""
     home = tmp_path_factory.mktemp("recipe")
     (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -29,7 +29,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """Return a function that trains the recipe with changed options and returns the folder of the run."""
+    """Return a function that trains the recipe with changed options, and returns the run's folder."""
 
     def run(*overrides, name="run", recipe=home / "recipe.yaml"):
         train_recipe([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
@@ -39,7 +39,7 @@ def run(home, tmp_path):
 
 
 def leave_out(patch):
-    """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
+    """Speed up a run: no report, no summary of row lengths, shuffle 1,000 rows instead of a million."""
     patch.setattr("minivlmrl.extras.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.extras.check.preflight.describe_rows", lambda *_: ())
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
@@ -52,14 +52,14 @@ def plain(monkeypatch):
 
 @pytest.fixture(scope="session")
 def checkpoint(home):
-    """Return a Hugging Face folder with the randomly initialized model of the recipe."""
+    """Return a Hugging Face folder with the recipe's randomly initialized model."""
     train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
 
 @pytest.fixture(scope="session")
 def rows(home):
-    """Return a JSON lines file of a user with eight images, beside files with other questions, boxes and a video."""
+    """Return a user's JSON lines file with eight images, beside files with other questions, boxes and a video."""
     shapes = Shapes(8, "own")
     lines = []
     for i in range(8):
@@ -82,7 +82,7 @@ def rows(home):
 
 @pytest.fixture(scope="session")
 def own(checkpoint, rows):
-    """Return command-line options that train the checkpoint on the user's rows."""
+    """Return command-line options to train the checkpoint on the user's rows."""
     files = ["--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     return ["--model.config=null", f"--model.path={checkpoint}", *files]
 
@@ -134,7 +134,7 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def cached_activations():
-    """Cache activation counts, because several tests need the counts of the same model."""
+    """Cache activation counts, which several tests need for the same model."""
     counted = {}
     count = MemoryEstimator.activations
 

@@ -1,4 +1,4 @@
-"""Compute rewards of texts, and read the reasons that reward functions log."""
+"""Compute rewards for texts, and read the reasons they log."""
 
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import get_reward
@@ -6,13 +6,13 @@ from minivlmrl.rewards.text import find_answer
 
 
 def score_texts(names, completions, columns, where="tags"):
-    """Return K rewards of n texts as (n, K), with NaN where a reward returned None."""
+    """Return K rewards for n texts: (n, K), NaN where a reward returned None."""
     answers = [find_answer(text, where) for text in completions]
     return call_rewards(list(map(get_reward, names)), columns | {"completions": completions, "answer_texts": answers})
 
 
 def logged_reasons(reward, **given):
-    """Call a reward function, and return its rewards and the reasons that it logs."""
+    """Call a reward function; return its rewards and logged reasons."""
     logged = {}
     rewards = reward(**given, log_extra=logged.__setitem__)
     assert logged.keys() == {"why"}

@@ -1,4 +1,4 @@
-"""Run a trainer step by step on a tiny model, and other helpers for trainer tests."""
+"""Run a trainer step by step on a tiny model; more helpers for trainer tests."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml and model configs: with a separate head, with a tied head, and of other families."""
+    """Write recipe.yaml, and model configs with separate head, with tied head, and for other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
@@ -59,13 +59,13 @@ def letters(completions, **columns):
 
 @pytest.fixture
 def lively(monkeypatch):
-    """Vary the rewards and lengths of an untrained model, by rewards for letters and by many stop tokens."""
+    """Vary rewards and lengths of an untrained model: rewards for letters, many stop tokens."""
     monkeypatch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 
 class Stage:
-    """A trainer and its optimizer, which a test runs step by step."""
+    """A trainer and its optimizer, to run step by step."""
 
     def __init__(
         self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
@@ -111,7 +111,7 @@ def stage(folder, lively):
 
 @pytest.fixture
 def loss_calls(monkeypatch):
-    """Return a list to which every call of grpo_loss appends its arguments."""
+    """Return a list to which grpo_loss calls append their arguments."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -127,7 +127,7 @@ def loss_calls(monkeypatch):
 
 @pytest.fixture
 def samples(monkeypatch):
-    """Return a list to which every sampled rollout is appended."""
+    """Return a list to which sampled rollouts are appended."""
     seen = []
     original = RolloutTrainer.sample_and_score
     monkeypatch.setattr(RolloutTrainer, "sample_and_score", lambda *a: seen.append(original(*a)) or seen[-1])
@@ -136,7 +136,7 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Return a function that sets the rewards `letters` of the next rollouts: lists, or a number for each rollout."""
+    """Return a function that sets the reward `letters` in the next rollouts: lists, or one number per rollout."""
 
     def script(*values):
         left = list(values)
@@ -152,7 +152,7 @@ def script(monkeypatch):
 
 
 def letter_rewards(trainer, rollout):
-    """Return the reward `letters` of all completions of a rollout, (n,)."""
+    """Return the reward `letters` for all completions in a rollout: (n,)."""
     return torch.tensor(letters([trainer.processor.decode(c.ids) for c in completions_of(rollout)]))
 
 
@@ -161,7 +161,7 @@ def completions_of(rollout):
 
 
 class SecondRank(World):
-    """Simulate rank 1 of 2: the missing rank 0 has the same sums, and all its gathered values are 9."""
+    """Simulate rank 1 of 2; rank 0 has the same sums, and all values gathered from it are 9."""
 
     def sum(self, *values):
         return [2 * value for value in values]
@@ -178,7 +178,7 @@ SECOND_RANK = SecondRank(1, 2, torch.device("cpu"))
 
 @pytest.fixture
 def alone():
-    """Initialize a process group whose only rank is this process."""
+    """Initialize a process group with this process as its only rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -186,7 +186,7 @@ def alone():
 
 
 class Rows(list):
-    """A list of rows that serves as a dataset."""
+    """A list of rows as a dataset."""
 
 
 def snapshot(module):

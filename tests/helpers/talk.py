@@ -1,11 +1,11 @@
-"""Short functions that build messages, parts of messages and a chat template for row tests."""
+"""Short functions for messages, parts of messages and a chat template in row tests."""
 
 import itertools
 
 import pytest
 
 IMAGE_PART = {"type": "image"}
-# our own template, similar to Qwen's: strip texts, support images, and write a newline after the end of a turn
+# template similar to Qwen's: strips texts, supports images, writes a newline after a turn
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content | trim }}{% else %}"
@@ -32,7 +32,7 @@ def system(content):
 
 
 def renders_as_transformers(template, messages):
-    """Assert that a ChatTemplate renders the messages like apply_chat_template in transformers."""
+    """Assert that a ChatTemplate renders messages like apply_chat_template in transformers."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -43,7 +43,7 @@ def renders_as_transformers(template, messages):
 
 
 def bracketed(pieces):
-    """Return a completion as a string, with the trained pieces in [brackets]."""
+    """Return a completion as text, with trained pieces in [brackets]."""
     groups = itertools.groupby(pieces, key=lambda piece: piece[1])
     texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
     return "".join(f"[{text}]" if trained else text for trained, text in texts)

@@ -14,7 +14,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import find_family
 from minivlmrl.tasks import shapes
 
-# a model's config.json for whole runs, as small as the architecture allows
+# config.json for whole runs, as small as the architecture allows
 RUN_MODEL = {
     "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
@@ -24,7 +24,7 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
-# a Qwen3-VL of the same size as RUN_MODEL; head_dim differs from hidden_size / num_attention_heads
+# Qwen3-VL as small as RUN_MODEL; head_dim differs from hidden_size / num_attention_heads
 RUN_QWEN3 = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -36,7 +36,7 @@ RUN_QWEN3 = {
         "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
-# sizes of the recurrent layers in Qwen3.5, with more and larger value heads than key heads
+# recurrent layer sizes in Qwen3.5: value heads are more and larger than key heads
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -54,7 +54,7 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
-# mixtures of experts with 2 experts per token; in Qwen3-VL only the first of two layers has experts
+# mixture of experts, 2 experts per token; in Qwen3-VL, only the first of two layers
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some experts get no token in a micro-batch
 RUN_QWEN3_MOE = {
@@ -68,13 +68,13 @@ RUN_QWEN35_MOE = {
 
 
 def recipe(stage: dict, **sections) -> dict:
-    """Return a recipe for RUN_MODEL with the options `stage` in each stage; `sections` are merged into the recipe."""
+    """Return a recipe for RUN_MODEL with options `stage` in all stages; `sections` are merged into it."""
     base = {
         "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip
-    base = json.loads(json.dumps(base))  # copies, so that the recipe's YAML has no aliases
+    base = json.loads(json.dumps(base))  # copies, because YAML would write shared objects as aliases
     for name, value in sections.items():
         base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
     return base
@@ -87,7 +87,7 @@ VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
-    """Return the config of a small model with small windows, because an image within one window would hide mistakes."""
+    """Return a small model config with small windows: an image within one window would hide mistakes."""
     family = find_family(model_type)
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
@@ -96,7 +96,7 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
         text = {"head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, "patch_size": 14}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
-    elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer attends
+    elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer has attention
         text = {**LAYERS, **RECURRENT, "mrope_section": (2, 1, 1)}
         own = {"intermediate_size": 64, "patch_size": 14, "num_position_embeddings": 36}
     else:
@@ -106,7 +106,7 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
     elif model_type == "qwen3_5_moe":
         text |= {**EXPERTS, "shared_expert_intermediate_size": 20}
     vision = family.vision_config_type(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
-    if model_type != "qwen3_5_moe":  # which has no dense MLP
+    if model_type != "qwen3_5_moe":  # it has no dense MLP
         text["intermediate_size"] = 96
     return family.config_type(
         model_type=model_type,
@@ -120,13 +120,13 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
 
 @torch.no_grad()
 def telling_weights(model: torch.nn.Module, seed: int = 0):
-    """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
+    """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change logits.
 
-    Swapping height and width in the vision rotary embedding then changes logits by 0.1 or more. With the default
-    initialization, the swap changes logits by only 5e-5, less than any tolerance.
+    Swapped height and width in vision rotary embeddings then change logits by 0.1 or more; with the default
+    initialization, only by 5e-5, less than any tolerance.
     """
     generator = torch.Generator().manual_seed(seed)
-    centered = {  # norm weights that scale by 1 + weight
+    centered = {  # norms that scale by 1 + weight
         f"{name}.weight"
         for name, m in model.named_modules()
         if type(m).__name__ in ("CenteredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
@@ -165,7 +165,7 @@ def processor() -> Processor:
 def prompt(
     generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5, dtype: torch.dtype = torch.float32
 ) -> Prompt:
-    """Return a prompt with random text around random images and videos of (time, height, width) patches."""
+    """Return a prompt with random text around random images and videos, given as (time, height, width) patches."""
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
         image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
@@ -179,7 +179,7 @@ def prompt(
 def write_video(
     path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
 ):
-    """Write (H, W, 3) uint8 frames as a video, by default without loss, and displayed with `rotation` degrees."""
+    """Write (H, W, 3) uint8 frames as a video, by default lossless, displayed with `rotation` degrees."""
     av = pytest.importorskip("av", reason="extra missing: pip install av")
     with av.open(str(path), "w", format=container, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -197,7 +197,7 @@ def completion(generator: torch.Generator, length: int) -> torch.Tensor:
 
 
 def to_completions(groups: list) -> list[list[Completion]]:
-    """Wrap token ids in Completions in which the policy sampled every token, and return Completions unchanged."""
+    """Wrap token ids in Completions with all tokens sampled by the policy; return Completions unchanged."""
     return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
 
 

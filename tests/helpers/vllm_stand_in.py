@@ -1,4 +1,4 @@
-"""Simulate vLLM with only the classes that our sampler uses; tests/recorded/vllm_0.32.0.json has the real vLLM."""
+"""Simulate the vLLM classes that our sampler uses; tests/recorded/vllm_0.32.0.json has results from vLLM itself."""
 
 import sys
 from pathlib import Path
@@ -71,7 +71,7 @@ MODULES = {
         MultiModalFieldConfig=SimpleNamespace(flat_from_sizes=lambda *_: 0, batched=lambda *_, **__: 0),
         MultiModalKwargsItems=SimpleNamespace(from_hf_inputs=lambda values, fields: SimpleNamespace(**values)),
     ),
-    "vllm.multimodal": {},  # its attribute `inputs` is made by the import
+    "vllm.multimodal": {},  # importing it creates its attribute `inputs`
     "vllm.v1.sample.logits_processor": dict(LogitsProcessor=type("V1", (), {})),
     "vllm.v1.sample.logits_processor.builtin": dict(process_dict_updates=update),
     "vllm.v1.worker.gpu.sample.logits_processor": dict(LogitsProcessor=type("V2", (), {})),
