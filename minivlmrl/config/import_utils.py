@@ -38,12 +38,12 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
-        USER_FILES.add(path)  # before it runs: it may fail
+        USER_FILES.add(path)  # before the file runs, because it may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)
     except ModuleNotFoundError as error:
-        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, an import in it fails
+        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but an import in it fails
             raise
         raise UserError(f"there is no module {error.name}; install its package, or write file.py:name") from None
     path = getattr(module, "__file__", None)
@@ -75,14 +75,14 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the built-in recipes folder: beside the package in a clone, inside it in a wheel."""
+    """Return the folder with built-in recipes: beside the package in a clone, inside it in a wheel."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, and return its module."""
-    # module named after its path: pickle finds it on all ranks; without dots, which would mean packages
+    # named after its path, so that pickle finds it on all ranks; without dots, which would mean packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -90,7 +90,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = path
     sys.modules[name] = module
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # for imports beside it
+        sys.path.append(os.path.dirname(path))  # for imports from the same folder
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -106,7 +106,7 @@ def split_options(text: str) -> tuple[str, str]:
 
 
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Parse "name(option=value)", and return the object with this name and the options as a dict.
+    """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
     refuses them in a recipe from a model folder.
@@ -133,7 +133,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
-    """Find a function by name, with or without options (see resolve_object); refuse classes."""
+    """Find a function by name, with or without options (see resolve_object); reject classes."""
     function, options = resolve_object(kind, text, table)
     check_function(kind, text, function)
     return with_options(function, options)
@@ -159,7 +159,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
-    if options:  # would be ignored
+    if options:  # the options would be ignored
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise UserError(
@@ -177,13 +177,13 @@ def load_function(
     names: Collection[str],
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
-    """Find the function for a `grpo` option, and adapt it to its calls.
+    """Find the function for a `grpo` option, and adapt it to its callers.
 
     Args:
         option, text, table: option, value and built-in functions; see resolve_object.
         section: stage options.
         num_positional, names: see with_arguments.
-        convert: adapts other function forms.
+        convert: adapts other forms of functions.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
@@ -197,7 +197,7 @@ def load_function(
 def with_arguments(
     function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
 ) -> Callable:
-    """Wrap `function` to ignore keyword arguments without a parameter.
+    """Wrap `function` so that it ignores unknown keyword arguments.
 
     Args:
         num_positional: positional arguments per call.
@@ -210,7 +210,7 @@ def with_arguments(
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = parameters.keys() - by_position[:num_positional]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # keywords of a user's functools.partial win
+    # keywords bound by a user's functools.partial take precedence
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     further = {name: options[name] for name in options.keys() & named - taken}
     try:
@@ -248,7 +248,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        if name not in hints:  # **columns would swallow a misspelled option
+        if name not in hints:  # otherwise **columns would swallow a misspelled option
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

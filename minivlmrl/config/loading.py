@@ -36,7 +36,7 @@ INFERENCE_OPTIONS = {
     ],
 }
 
-TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are texts
+TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that contain text
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # invalid without overrides, too: name the recipe, not the command line
+        # if the recipe is also invalid without overrides, the message names it instead of the command line
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -158,14 +158,14 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A recipe from a model folder must not pass quoted text: in "name(url='...')", it could be a URL, a file or
-            # a function.
+            # In a recipe from a model folder, reject quoted text: in "name(url='...')", it could be a URL, a file or a
+            # function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # not a Hub repository id
+        if hint is FilePath and os.path.exists(text):  # otherwise a Hub repository id
             return str(Path(text).resolve())
         return text
 
@@ -176,7 +176,7 @@ class Resolver:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # relative to the working directory: metric names contain reward paths
+        # relative to the working directory, because metric names contain reward paths
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -184,8 +184,8 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # by precedence
-        # for copies of built-in recipes, which name files such as shapes_model.json
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # in order of precedence
+        # copies of built-in recipes may name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -194,7 +194,7 @@ class Resolver:
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join options and values: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
     joined = []
-    takes_value = False  # last option has no value yet
+    takes_value = False  # whether the last option still needs a value
     for argument in arguments:
         is_option = argument.startswith("--")
         if takes_value and not is_option:
@@ -256,7 +256,7 @@ def inference_yaml(config: RunConfig) -> str:
     for section, names in INFERENCE_OPTIONS.items():
         inference_options[section] = {name: values[section][name] for name in names}
     inference_options["sampling"] = values["sampling"]
-    if config.adapter.quantize:  # weights below an adapter
+    if config.adapter.quantize:  # quantized weights below an adapter
         inference_options["adapter"] = {"quantize": config.adapter.quantize}
     return yaml.safe_dump(inference_options, sort_keys=False)
 

@@ -223,7 +223,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# options to drop unlikely tokens, and values to keep all
+# options that drop unlikely tokens: values that keep all
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -546,7 +546,7 @@ class RunConfig:
         self.recipe = ""  # recipe path
         # sections of stages left out by --stages
         self.unused_sections: list[str] = []
-        self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
+        self.names_of_files: dict[str, str] = {}  # {"file.py:Class" in `stages`: Class.stage}
         for path in [Path(self.output_dir), *Path(self.output_dir).parents]:
             if path.is_file():
                 raise UserError(f"output_dir is {self.output_dir}, but {path} is a file; choose a folder")

@@ -121,7 +121,7 @@ class Reader:
                 raise invalid_value(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # with types: Literal[1] must reject True == 1
+            # compared with types, because Literal[1] must reject True == 1
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise self._wrong_choice(hint, value, name, type_text(hint))
@@ -135,7 +135,7 @@ class Reader:
         return self._read_plain(hint, value, name)
 
     def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        plain = getattr(hint, "__supertype__", hint)  # str for NewType
+        plain = getattr(hint, "__supertype__", hint)  # NewType("Code", str) -> str
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
@@ -170,13 +170,13 @@ class Reader:
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value with a type in the union; otherwise convert to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
-        if type(value) in typing.get_args(hint):  # "7" is text for float | str
+        if type(value) in typing.get_args(hint):  # keeps "7" as text for float | str
             return value
-        if len(choices) == 1:  # more specific error
+        if len(choices) == 1:  # read directly, for a more specific error
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # names without a file must be in the Literal
+                continue  # only file.py:name is Code; other names must be in the Literal
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
@@ -211,8 +211,8 @@ class Reader:
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # a text for a list with one item, as in --dpo.loss_type=ipo
-        # a list is accepted for a tuple: JSON and YAML have no tuples
+            value = [value]  # a single text is a list with one item, as in --dpo.loss_type=ipo
+        # lists are accepted for tuples, which JSON and YAML lack
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         require(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -237,13 +237,13 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
     names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
     known = f"; known keys are {', '.join(names)}"
     inner, nested = prefix, {key: value}
-    while isinstance(nested, dict) and nested:  # verl's actor_rollout_ref.rollout.n
+    while isinstance(nested, dict) and nested:  # nested names such as verl's actor_rollout_ref.rollout.n
         name, nested = next(iter(nested.items()))
         if said := _foreign_name(root, inner, str(name), dashes):
             return f"unknown key {inner}{name}; {said}"
         inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-        names.setdefault(path.rpartition(".")[2], path)  # section was left out
+        names.setdefault(path.rpartition(".")[2], path)  # for names without their section
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
@@ -283,7 +283,7 @@ def type_text(hint: TypeHint) -> str:
     """Describe a type hint, such as "int, >= 1" or "'k1' or 'k3'"."""
     if hint is Code:
         return "file.py:name"
-    hint = getattr(hint, "__supertype__", hint)  # NewType
+    hint = getattr(hint, "__supertype__", hint)  # NewType("Code", str) -> str
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
@@ -303,7 +303,7 @@ def type_text(hint: TypeHint) -> str:
 
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
-    interval = bounds.partition("; ")[0]  # without advice
+    interval = bounds.partition("; ")[0]  # without the advice after ;
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))

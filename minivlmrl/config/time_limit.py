@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REPEATED = 0.01  # seconds between repeated Overtime, for code that catches it
+REPEATED = 0.01  # seconds between repeated Overtime errors, for code that catches them
 longest = math.inf  # upper bound for all time limits in seconds, from shorten_limits
 
 
@@ -38,15 +38,15 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # again: Overtime may interrupt the first call
-        # `former` is None for a handler from C code, which signal.signal rejects
+        signal.setitimer(signal.ITIMER_REAL, 0)  # repeated, because Overtime may interrupt the first call
+        # None for a handler from C code, which signal.signal rejects
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    Called after a stop signal: a hanging reward must not delay the exit.
+    Called after a stop signal, so that a hanging reward does not delay the exit.
     """
     global longest
     longest = seconds

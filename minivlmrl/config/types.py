@@ -11,13 +11,13 @@ Code = NewType("Code", str)  # name, or "file.py:name" relative to the recipe
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# the merger projects vision tower outputs to text embeddings
+# the merger projects vision tower outputs to decoder embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
 Frozen = NewType("Frozen", str)  # Part, or layers that match LAYERS
 LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # such as "layers.0-11" and "visual.blocks.7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
-# at most 2**25: patches of 2**25 pixels take 2 GB
+# at most 2**25 pixels, whose patches take 2 GB
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

@@ -11,7 +11,7 @@ GB = 10**9
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Return a rank's GPU, or the CPU on a machine without a GPU."""
+    """Return a rank's GPU, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
@@ -24,7 +24,7 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # PyTorch's errors on a machine without a GPU
+            # PyTorch's errors without a GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise UserError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "

@@ -3,9 +3,9 @@
 FSDP units (weights gathered before the forward pass, freed afterwards): vision blocks, decoder layers, embedding and
 head if untied, and the root with all remaining weights.
 
-Ranks must run the same units in the same order, because gathering waits for all ranks. Every rank gets the same number
+Ranks must run the same units in the same order, because gathering waits for all ranks. So all ranks get equal numbers
 of prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
-gives all ranks the same number of decode steps.
+equalizes the number of decode steps.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,12 @@ from minivlmrl.model.lora import copy_adapter_layout
 
 
 class Sharding:
-    """Device mesh, dtypes and CPU offloading of sharded models.
+    """Device mesh, dtypes and CPU offloading for sharded models.
 
     Args:
-        dtype: dtype of the weights that the optimizer updates; gradients are reduced in at least float32.
+        dtype: of the weights that the optimizer updates; gradients are reduced in at least float32.
         recompute: activation checkpointing.
-        compute_dtype: gathered weights and activations, also without sharding.enabled; None = `dtype`.
+        compute_dtype: of gathered weights and activations, also without sharding.enabled; None = `dtype`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # inputs stay in float32: rotary angles, adapters
+        # inputs such as rotary angles stay in float32
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -84,8 +84,8 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # explicit order for prefetching in the backward pass: FSDP's default depends on the number of forward
-        # passes, and ranks with different numbers would gather different layers in one collective
+        # explicit prefetching order in the backward pass: FSDP's default depends on the number of forward passes, so
+        # ranks with different numbers would gather different layers in one collective
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -98,20 +98,20 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # after FSDP's hooks, which gather the tower's weights
+        # after FSDP's hooks, which gather the vision tower's weights
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head; it computes in its weights' dtype."""
+        """Shard a value head, which computes in its weights' dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Make an FSDP unit from all parameters not yet in another unit."""
+        """Make an FSDP unit from all parameters not yet in a unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # sum, no mean: losses are already divided by counts over all ranks
+            # sum instead of mean: losses are already divided by counts over all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -126,7 +126,7 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # fully_shard makes all parameters DTensors
-        # not DTensor.from_local: it moves offloaded weights to the GPU
+        # not DTensor.from_local, which would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # by hand: init_device_mesh sets PyTorch's default timeout
+    # not init_device_mesh, which sets PyTorch's default timeout
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -184,10 +184,10 @@ def fully_used_layers(model: VisionLanguageModel) -> list[FSDPModule]:
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather embedding and head in each forward pass.
+    """Add hooks that gather embedding and head in every forward pass.
 
-    FSDP gathers for modules that are called, but the model reads `lm_head.weight` without calling `lm_head`. One unit
-    for both would need 4.4 GB for the float32 gradients of a 7B model.
+    FSDP gathers weights when a module is called, but the model reads `lm_head.weight` without calling `lm_head`. One
+    unit for both would need 4.4 GB for a 7B model's float32 gradients.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -199,7 +199,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
         head.unshard()
 
     for unit in (embedding, head):
-        unit.set_reshard_after_forward(False)  # decode steps call the embedding's module
+        unit.set_reshard_after_forward(False)  # stays gathered, because decode steps call the embedding again
         communication_of(unit).all_reduces_once = True
     # after FSDP's own hook, which initializes FSDP
     model.register_forward_pre_hook(gather_embedding)
@@ -216,10 +216,10 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Hooks that run the vision tower on a black image on ranks without images, because all ranks must run it together.
 
-    The output is multiplied by 0 and added to the decoder's input. Without images on any rank, no rank runs the tower.
+    The output times 0 is added to the decoder's input. If no rank has images, no rank runs the tower.
     """
 
-    zero: Tensor | None = None  # 0 * (tower output for the black image), of this forward pass
+    zero: Tensor | None = None  # 0 * (tower output for the black image), in this forward pass
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
@@ -227,13 +227,13 @@ class DummyVisionForward:
         if dist.get_world_size() == 1:
             return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
-        on_any_rank = torch.tensor(int(runs_tower))  # CPU: no rank waits for its GPU
+        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the black image's zero to the decoder's input: same backward pass on all ranks."""
+        """Add the black image's zero to the decoder's input, so that all ranks have the same backward pass."""
         if self.zero is None:
             return None
         x, *others = arguments
@@ -243,16 +243,16 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: torch.device) -> Tensor:
-    """Run the vision tower on a black image of one token, and return a zero with gradients."""
+    """Run the vision tower on a one-token black image, and return a zero with gradients."""
     merge_size = vision_config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token: all ranks run a sharded decoder for the same number of steps.
+    """Wrap sample_token so that all ranks run a sharded decoder for the same number of steps.
 
-    Before each decode step, ranks exchange whether they need one more. A rank with only finished completions runs the
+    Before every decode step, ranks exchange whether they need one more. A rank with only finished completions runs the
     decoder on a dummy token until all ranks have finished.
     """
 
@@ -262,7 +262,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # the weights may be offloaded
+        device = world.device  # not the weights' device: they may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))

@@ -1,7 +1,7 @@
 """Split prompts and completions into micro-batches with a limited number of tokens.
 
-Completions do not depend on micro-batches, because each has its own random numbers. Most losses divide by the token or
-completion count of the whole optimizer step, so micro-batch gradients add up to the step's gradient.
+Completions do not depend on micro-batches, because they have their own random numbers. Most losses divide by the tokens
+or completions in the whole optimizer step, so micro-batch gradients add up to the step's gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def split_into_micro_batches(
     limit = max_tokens or float("inf")
     micro_batches = []
     current = []  # micro-batch being filled
-    tokens = 0  # in `current`
+    tokens = 0  # tokens in `current`
     for i in order:
         prompt_length, completion_lengths = lengths[i]
         rows = list(enumerate(completion_lengths))
@@ -91,7 +91,7 @@ def sample_in_micro_batches(
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
     if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
-        limit = None  # a limit would sort the prompts
+        limit = None  # all prompts fit; with a limit, they would be sorted
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

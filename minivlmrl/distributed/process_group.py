@@ -1,4 +1,4 @@
-"""Process group of a run: rank, device and collective operations."""
+"""Process group: rank, device and collective operations."""
 
 import math
 import os
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # longest timeout of process groups
 LAST_ERRORS = 5.0  # seconds in which all ranks must fail to save a checkpoint together
-# for barriers; None with a single rank
+# process group for barriers; None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 
 
@@ -36,10 +36,10 @@ class World:
     device: torch.device = torch.device("cpu")
     # raises after a signal such as SIGTERM; slow work such as sampling calls it often
     stop_if_preempted: Callable[[], None] = lambda: None
-    timeout: float = 600.0  # seconds, in collective operations
-    max_wait: float | None = None  # seconds, in `barrier`; None = no limit
+    timeout: float = 600.0  # seconds that collective operations wait
+    max_wait: float | None = None  # seconds that `barrier` waits; None = no limit
     store: Store | None = None  # shows late and failed ranks to other ranks
-    # if True, `shutdown` destroys the process group; False if vLLM does
+    # whether `shutdown` destroys the process group; False if vLLM does
     ends_group: bool = True
 
     @property
@@ -47,7 +47,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return a contiguous part for this rank; lengths of all parts nearly equal."""
+        """Return this rank's contiguous part; parts have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
@@ -68,7 +68,7 @@ class World:
         """Sum each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # CPU: a GPU sum would wait for unfinished kernels
+        # on the CPU: a GPU sum would wait for unfinished kernels
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -77,13 +77,13 @@ class World:
         """Concatenate tensors (n, ...) in rank order: (n * size, ...)."""
         if self.size == 1:
             return tensor
-        # all_gather_into_tensor: shorter, but deprecated in torch 2.13
+        # not all_gather_into_tensor, which is shorter but deprecated in torch 2.13
         tensors = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(tensors.unbind()), tensor.contiguous())
         return tensors.flatten(0, 1)
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return the values of all ranks in rank order; values must be picklable."""
+        """Return the values from all ranks, in rank order; values must be picklable."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders for all_gather_object
@@ -118,13 +118,13 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Call `work`, which saves the run after an error; each rank with an error must call this method.
+        """Call `work`, which saves the run after an error; all ranks with an error must call this method.
 
         If all ranks have an error, they work together. Otherwise the first rank to notice works alone and the others
         wait, because torchrun ends all ranks as soon as one ends.
 
         Args:
-            work: called with the World of the working ranks.
+            work: called with a World of the working ranks.
             alone: whether one rank can do the work alone.
         Returns:
             True if the work was done.
@@ -138,12 +138,12 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 gives up first: only rank 0 knows the line counts of log files
+        # rank 0 gives up first, because only rank 0 knows the line counts of log files
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
         with suppress(dist.DistError):  # another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # first value counts
+        workers = store.compare_set("ranks that save", "", own).decode()  # first rank to set this value
         if workers == "all":
             work(self)
         elif not alone:
@@ -196,11 +196,11 @@ class World:
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # None on all ranks stays None: AdamW would decay a parameter with gradient 0
+        # a gradient that is None on all ranks stays None, because AdamW would decay a parameter with gradient 0
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # for example the vision tower, without images
+            if parameter.grad is None:  # for example in the vision tower, without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         if not gradients:  # only the vision tower is trained, no images on any rank
@@ -236,7 +236,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # gloo may find no network interface in a container: loopback on a single host
+        # loopback on a single host, because gloo may find no network interface in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
@@ -248,7 +248,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # new_group may return a non-member, by its types
+                # by its type, new_group may return a non-member
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
