@@ -9,7 +9,7 @@ import pytest
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import build, parse_yaml, read_value
-from minivlmrl.errors import PACKAGE, error_context, require, truncate, truncate_message
+from minivlmrl.errors import error_context, require, truncate, truncate_message
 
 
 @dataclass
@@ -162,13 +162,6 @@ def test_a_cut_value_ends_with_dots():
         require(False, "size", list(range(90)), "short")
     with pytest.raises(ValueError, match=r"^size is '123.*567\.\.\., but it must be short$"):
         require(False, "size", "123456789" * 9, "short")
-
-
-def test_values_are_cut_only_by_excerpt():
-    """A precision such as the .60 of {value!r:.60} would cut a value without dots."""
-    for folder in (PACKAGE, PACKAGE.parent / "recipes"):
-        for path in folder.rglob("*.py"):
-            assert "!r:." not in path.read_text(encoding="utf-8"), path
 
 
 def test_long_quoted_values_are_shortened():

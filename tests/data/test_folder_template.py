@@ -166,12 +166,6 @@ def test_a_text_that_spells_a_control_token_stays_text(name):
     assert written == expected
 
 
-def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
-    told = "<think>\na <|im_end|> <\n</think>\n\nb <|image_pad|> \U00020000<"
-    [(thought, _), end] = load("qwen3_5_think").render_completion(HI, [assistant(told)])
-    assert thought == told.removeprefix("<think>\n") and isinstance(end[0], SpecialToken)
-
-
 def test_longer_control_tokens_are_matched_first():
     template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "i"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
@@ -262,13 +256,6 @@ def test_what_a_template_may_change():
         with_calls("name", value).render(CITY_CALL)
     for earlier in (assistant(HM), assistant(f"<think>a</think>\n{HM}"), assistant(HM) | {"reasoning_content": "a"}):
         with_content("{{ content.split('</think>')[-1] }}").render([*HI, earlier, *HI])
-
-
-def test_a_turn_is_trained_up_to_its_closing_token():
-    """The model must learn the token that ends a turn, but not the newline after the token."""
-    turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
-    expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
-    assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
 
 
 ONE_TEXT = "{{ messages[0].content[0].text }}"
@@ -436,18 +423,3 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transfo
     assert written == "".join(expected)
     whole = "".join(template.render(HI)) + "".join(piece for piece, _ in flagged)
     assert whole + "\n" == rendered
-
-
-def test_published_templates_lose_no_text(load):
-    """Qwen's templates drop only the thoughts of earlier turns and the whitespace around texts."""
-    thought = {"role": "assistant", "content": "\n\nfour", "reasoning_content": "hm"}
-    talk = [{"role": "system", "content": " Be brief. "}, *HI, thought, {"role": "user", "content": " And? \n"}]
-    spelled = [*talk[:2], assistant("<think>\nhm\n</think>\n\nfour"), *talk[3:]]
-    for name in (
-        "qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"
-    ):  # fmt: skip
-        for messages in (talk, spelled):
-            load(name).render(messages)
-        if name not in ("qwen2_5_vl", "qwen3_5_nothink"):
-            calls = [TOOL_TALK[0], {**CALL, "content": "I add."}, *TOOL_TALK[2:]]
-            load(name).render(calls)

@@ -133,12 +133,3 @@ def test_options_of_one_image(options, grid):
     assert found == grid
     assert patches.shape == (4 * processor.num_tokens(grid), processor.patch_dim)
     assert processor.patch_dim == 1176
-
-
-def test_bounds_that_no_image_has_are_refused():
-    for least, most in ((1, 783), (1000, 999)):
-        expected = (
-            f"max_pixels is {most}, but it must be at least min_pixels, which is {least}, and at least one token of 28"
-        )
-        with pytest.raises(ValueError, match=expected):
-            smart_resize(56, 56, 28, least, most)

@@ -1,7 +1,6 @@
 """Test that all formats of row files give the same rows, and that errors name the file and the line."""
 
 import json
-import math
 from datetime import date, time
 from decimal import Decimal
 
@@ -11,7 +10,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows, split_of
-from tests.helpers.runs import write_lines
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
@@ -101,13 +99,6 @@ def test_a_wrong_file_is_named(tmp_path, content):
         FileDataset(tmp_path / "rows.json")
 
 
-def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path):
-    """JSON texts may contain U+2028, at which str.splitlines would split."""
-    (tmp_path / "rows.jsonl").write_text('{"problem": "a\u2028b"}\r\n\r\n{"problem": "c"}\n', encoding="utf-8")
-    lines = open_rows(tmp_path / "rows.jsonl")
-    assert [row["problem"] for row in lines] == ["a\u2028b", "c"] and lines.where(1).endswith(":3")
-
-
 def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     (files / "imagefolder" / "more.csv").write_text("")
     (files / "dict" / "train").mkdir(parents=True)
@@ -122,15 +113,6 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     }.items():
         with pytest.raises(ValueError, match=expected):
             open_rows(files / name)
-
-
-def test_nan_counts_as_a_missing_value(tmp_path):
-    """pandas writes NaN for missing values, which must not become the solution "nan"."""
-    write_lines(tmp_path / "rows.jsonl", [{"problem": "b", "solution": math.nan, "more": [math.inf]}])
-    [row] = FileDataset(tmp_path / "rows.jsonl")
-    assert (row.columns["solution"], row.columns["more"]) == (None, [None])
-    with pytest.raises(ValueError, match=r":1: column 'solution' has no value in this row: write"):
-        FileDataset(tmp_path / "rows.jsonl", required=("problem", "solution"))
 
 
 def test_values_that_json_does_not_support_become_text(tmp_path):

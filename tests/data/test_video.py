@@ -102,16 +102,6 @@ def test_a_patch_has_the_mean_time_of_its_frames():
     assert Video(pictures(moving(3)), 2.0).patches(processor, **size)[2] == [0.25, 1.0]
 
 
-def test_all_frames_of_a_list_are_used(tmp_path):
-    frames = moving(3)
-    for number, frame in enumerate(frames):
-        PIL.Image.fromarray(frame).save(tmp_path / f"{number}.png")
-    sources = ["0.png", tmp_path / "1.png", (tmp_path / "2.png").read_bytes()]
-    video = load_video(sources, tmp_path)
-    assert video.fps == 2.0 and np.array_equal(video.frames, frames)
-    assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
-
-
 @pytest.mark.parametrize(("given", "number"), [
     ({}, 4), ({"video_end": 2}, 2), ({"fps": 2}, 8), ({"nframes": 6}, 6), ({"max_frames": 8}, 8),
 ], ids=str)  # fmt: skip

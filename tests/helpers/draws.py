@@ -55,12 +55,6 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=
     return groups
 
 
-def logits(rows=6, vocab=40, seed=0):
-    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the top_k limit
-    return values
-
-
 def ids_of(completions):
     return [c.ids.tolist() for group in completions for c in group]
 

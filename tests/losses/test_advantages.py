@@ -9,15 +9,12 @@ NAN = float("nan")
 
 
 def test_by_hand():
-    advantages = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), 4)
-    expected = 0.5 / ((4 * 0.25 / 3) ** 0.5 + 1e-4)
-    torch.testing.assert_close(advantages, torch.tensor([expected, expected, -expected, -expected]))
-
-
-def test_the_other_advantages_by_hand():
     """Two groups with the deviations 0.5, -0.5 and 1.5, -1.5; all four rewards have a variance of 2."""
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.0])
-    batch = torch.tensor([0.5, -0.5, 1.5, -1.5]) / (2.0**0.5 + 1e-4)
+    deviations, batch_std = torch.tensor([0.5, -0.5, 1.5, -1.5]), 2.0**0.5
+    group_std = torch.tensor([0.5, 0.5, 4.5, 4.5]) ** 0.5
+    torch.testing.assert_close(group_advantages(rewards, 2), deviations / (group_std + 1e-4))
+    batch = deviations / (batch_std + 1e-4)
     torch.testing.assert_close(group_advantages(rewards, 2, "batch"), batch)
     torch.testing.assert_close(leave_one_out(torch.tensor([1.0, 0.0, 0.0]), 3), torch.tensor([1.0, -0.5, -0.5]))
     others = torch.tensor([1.0, -1.0, 3.0, -3.0])

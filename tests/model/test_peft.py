@@ -20,8 +20,6 @@ peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
 
 from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
 
-FORMS = [(kind, tied) for kind in CLASSES for tied in (False, True)]
-
 
 def prompts():
     generator = torch.Generator().manual_seed(5)

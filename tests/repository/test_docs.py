@@ -18,7 +18,6 @@ from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig, TrainingOptions
-from minivlmrl.config.parsing import options_of
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
@@ -157,8 +156,6 @@ def test_the_promises_of_the_readme():
     assert set(re.findall(r"recipes/([\w.]+\.yaml)", table)) == {
         path.name for path in (ROOT / "recipes").glob("*.yaml")
     }
-    for method in ("GRPO", "GSPO", "QLoRA", "VLM-R1", "CLS-RL", "PPO", "DPO", "MPO", "SFT"):
-        assert f"\n| {method}" in table
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")]
     listed = set(re.findall(r"\((\S+\.md)\)", index))
     in_table = re.findall(r"\((\w+\.md)\)", PAGES["docs/papers/README.md"])
@@ -168,7 +165,6 @@ def test_the_promises_of_the_readme():
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
-ALL_OPTIONS = {option.path for option in options_of(RunConfig)}
 STAGES = [typing.get_type_hints(RunConfig)[name] for name in TRAINERS]
 SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
 

@@ -22,12 +22,7 @@ import gpu_minimal
 from first_gpu_hour import PARTS
 
 
-def test_parts_exist_and_fit_two_calls_of_seven_minutes():
-    names = list(PARTS)
-    first, second = names.index("lora") + 1, names.index("profile") + 1
-    for call in (names[:first], names[first:second]):
-        assert sum(PARTS[name].seconds for name in call) < 7 * 60
-    assert {"self_test", "tests", "step", "kernels", "transformers", "minimal_grpo"} <= {*names[:first]}
+def test_parts_exist():
     for part in PARTS.values():
         script, function, *_ = part.command.split()
         assert getattr(importlib.import_module(script.removesuffix(".py")), function).is_part

@@ -1,14 +1,9 @@
-"""Test that no two files of the package import each other, and that importing the package changes nothing outside."""
+"""Test that importing the package changes nothing outside, and which packages it needs."""
 
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from tests.helpers.links import ROOT
 
@@ -21,46 +16,6 @@ def modules(root: Path) -> dict[str, Path]:
         parts = ("minivlmrl", *parts) if parts[0] == "kernels" else parts
         files[".".join(parts).removesuffix(".__init__")] = path
     return files
-
-
-def imported_modules(path: Path, known: Iterable[str]) -> set[str]:
-    """Return the known modules that a file imports, even under TYPE_CHECKING and in functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path}:{node.lineno}: write the whole name of the module"
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= inside & {*known} or {node.module}  # a module of a package, or a name in a module
-    return names & {*known}
-
-
-def circle(root: Path) -> list[str]:
-    """Return the modules of one circle of imports, [a, b, a], or [] if there is none."""
-    files = modules(root)
-    graph = {name: imported_modules(path, files) for name, path in files.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
-def test_no_circle_of_imports():
-    assert circle(ROOT) == []
-
-
-@pytest.mark.parametrize("line", ["from minivlmrl.b import x", "import minivlmrl.b", "from minivlmrl import b"])
-@pytest.mark.parametrize("place", ["{}\n", "def f():\n    {}\n", "if TYPE_CHECKING:\n    {}\n"])
-def test_a_circle_is_found(tmp_path, line, place):
-    (tmp_path / "minivlmrl").mkdir()
-    (tmp_path / "minivlmrl" / "a.py").write_text(place.format(line))
-    (tmp_path / "minivlmrl" / "b.py").write_text("from minivlmrl.c import x\n")
-    (tmp_path / "minivlmrl" / "c.py").write_text("")
-    assert circle(tmp_path) == []
-    (tmp_path / "minivlmrl" / "c.py").write_text("from minivlmrl.a import f\n")
-    assert sorted(circle(tmp_path)[1:]) == ["minivlmrl.a", "minivlmrl.b", "minivlmrl.c"]
 
 
 def run(code: str) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -224,13 +223,6 @@ def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, 
         torch.testing.assert_close(value, weights[1][name], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.slow
-def test_a_rank_waits_for_another_until_timeout(recipe, tmp_path):
-    hanging = torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)}
-    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3"]
-    assert attempt(recipe, tmp_path, *options, ranks=2, die=hanging, rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
-
-
 def stop(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -411,10 +403,11 @@ def test_a_resume_shortens_no_log_next_to_a_link_to_the_states(recipe, finished,
     assert [*(copy / "images").iterdir()]
 
 
-def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path):
+def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path, capfd):
     place = evaluate_file, "generate_and_score", {"before": stop}
     options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die=place) == [PREEMPTED]
+    assert "preempted: no checkpoint was saved yet: start the run again\n" in capfd.readouterr().out
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options[:-2])
@@ -647,20 +640,6 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == message
 
 
-def test_changed_code_is_reported(recipe, tmp_path, monkeypatch, capsys):
-    code = tmp_path / "my_rewards.py"
-    code.write_text("def count(completions, **columns):\n    return [float(len(x)) for x in completions]\n")
-    options = [f"--rewards={{'{code}:count': 1.0}}", "--checkpoint_steps=1", "--data.eval_rows=0"]
-    resume(recipe, tmp_path / "run", *options)
-    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    capsys.readouterr()
-    resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    assert "changed since" not in capsys.readouterr().out
-    code.write_text(code.read_text().replace("float(", "-float("))
-    resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    assert f"000003 was saved: code in {code}\n" in capsys.readouterr().out
-
-
 ROW = {"problem": "1 + 1?", "solution": "2"}
 FILES = {  # option that names a file of rows: what a resume says if the rows have changed
     "data.train_file={}": "rows of data.train_file, so rows would be skipped or repeated",
@@ -702,16 +681,6 @@ def test_changed_images_are_reported(recipe, tmp_path, monkeypatch, capsys):
     PIL.Image.effect_noise((28, 28), 9).save(tmp_path / "red.png")
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
     assert "000003 was saved: sizes or times of image and video files of grpo\n" in capsys.readouterr().out
-
-
-def test_a_run_that_stops_before_its_first_step_says_that_nothing_is_saved(recipe, tmp_path, monkeypatch, capsys):
-    def stop(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        arguments[4].signals.stop_if_preempted()
-
-    monkeypatch.setattr(loop, "train_stage", stop)
-    assert resume(recipe, tmp_path / "run") == PREEMPTED
-    assert "preempted: no checkpoint was saved yet: start the run again\n" in capsys.readouterr().out
 
 
 def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
@@ -757,22 +726,3 @@ def test_a_changed_number_of_rows_is_refused():
         state.check_rows(9)
     state.begin_stage(1)
     state.check_rows(9)
-
-
-def test_the_steps_before_a_damaged_image_are_saved(run, plain, rows, tmp_path):
-    for path in rows.parent.glob("[0-7].png"):
-        shutil.copy(path, tmp_path)
-    shutil.copy(rows, tmp_path)
-    damaged = tmp_path / "5.png"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[: len(whole) // 2])  # the header with the image size can still be read
-    options = [
-        "--data.task=null", f"--data.train_file={tmp_path / rows.name}", f"--data.eval_file={rows}",
-        "--stages=[sft]", "--sft.max_steps=8", "--sft.prompts_per_step=1", "--sft.micro_batch_size=1",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"rows\.jsonl:6: .*5\.png") as caught:
-        run(*options)
-    [folder] = (tmp_path / "run" / "states").iterdir()
-    assert f"saved after step 5 in {folder}" in "".join(caught.value.__notes__)
-    damaged.write_bytes(whole)
-    run(*options, "--resume=auto")

@@ -264,10 +264,6 @@ def reads_reference(batch, options):
     return (batch["per_token_logps"] - batch["ref_per_token_logps"]).sum()
 
 
-def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
-    return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
-
-
 def labeled(logps, advantages, mask, labels, **others):
     return (logps * labels).sum(), {}
 
