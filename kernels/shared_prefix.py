@@ -47,8 +47,8 @@ class PromptSlots:
     """Convert between a row per completion and a padded row per prompt.
 
     Args:
-            prompt_index: (R,) prompt index per completion, ascending, on the CPU, which would otherwise wait for a GPU.
-            prompts: number of prompts.
+        prompt_index: (R,) prompt index per completion, ascending, on the CPU, which would otherwise wait for a GPU.
+        prompts: number of prompts.
     """
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):

@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
+LIMIT = 1e100  # larger coordinates are invalid, because areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -27,7 +27,7 @@ FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
 MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
-KEYS = ("bbox_2d", "bbox", "Position")  # JSON keys of a box
+KEYS = ("bbox_2d", "bbox", "Position")  # JSON keys for a box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 
 
@@ -39,10 +39,10 @@ class Box:
     y1: float
     x2: float
     y2: float
-    extent: tuple[float, float]  # image (width, height), in units of the coordinates
+    extent: tuple[float, float]  # image (width, height), in the units of the coordinates
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Scale a box to another size of the image, for example after resizing.
+        """Scale a box to another image size, for example after resizing.
 
         Example: if the image (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
         (20, 40, 40, 80).
@@ -50,7 +50,7 @@ class Box:
         if extent == self.extent:
             return self
         numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
-        # multiply first: integer products are exact, only the division rounds
+        # multiply first: integer products are exact, so only the division rounds
         x1, y1, x2, y2 = (number * new / old for number, new, old in numbers)
         return Box(x1, y1, x2, y2, extent)
 
@@ -66,7 +66,7 @@ class Box:
     def valid(self) -> bool:
         """Return True for finite coordinates in order, with a positive area."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
-        return is_finite and self.x2 > self.x1 and self.area > 0  # area > 0 implies y2 > y1
+        return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
 
     def inside(self) -> bool:
         """Return True if the box is inside its image, within a millionth of the sides."""
@@ -77,7 +77,7 @@ class Box:
 def iou(a: Box, b: Box) -> float:
     """Compute the intersection over union (IoU) of two boxes, 0 to 1; invalid boxes give 0.
 
-    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so their IoU is 1/3.
+    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share area 2 out of 6, so their IoU is 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
     if not (a.valid and b.valid):
@@ -86,7 +86,7 @@ def iou(a: Box, b: Box) -> float:
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot shrink the union
+    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot make the union too small
 
 
 def match(
@@ -94,11 +94,11 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted with true boxes one to one, for the largest sum of similarities.
 
-    Example: the IoUs [[0.6, 0.5], [0.5, 0]] of two predicted boxes (rows) with two true boxes (columns) give the
-    matches [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.
+    Example: IoUs [[0.6, 0.5], [0.5, 0]] between two predicted boxes (rows) and two true boxes (columns) give [(0, 1),
+    (1, 0)], because 0.5 + 0.5 is more than 0.6 + 0.
 
     Returns:
-        (index in predicted, index in truth) per match, as many as the shorter list has boxes.
+        (predicted index, true index) per match, as many as the shorter list has boxes.
     """
     if not predicted or not truth:
         return []
@@ -151,12 +151,12 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Return the objects and lists in a JSON list; other JSON is a list of one."""
+    """Return the objects and lists in a JSON list; other JSON becomes a list with one item."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]
 
 
 def value_of(item: dict) -> Plain:
-    """Return the value of "bbox_2d", or of another key for a box."""
+    """Return the value under "bbox_2d", or under another box key."""
     return next((item[key] for key in KEYS if key in item), None)

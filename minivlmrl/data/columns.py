@@ -5,32 +5,32 @@ from typing import Annotated
 from minivlmrl.config.types import BoxSpace
 from minivlmrl.errors import UserError, did_you_mean, truncate
 
-# column: type; one of problem, prompt and messages per row
+# {column: type}; rows have exactly one of them
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# read by all stages
+# columns that all stages read
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-VALUES = {  # column: type and bounds
+VALUES = {  # {column: type with bounds}
     "system": str,
     "box_space": BoxSpace,
-    "margin": Annotated[float, "(-inf, inf)"],  # how much `chosen` is better than `rejected`
+    "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
     "label": bool,  # KTO: True for a good answer
 }
 
 
 class LayoutError(UserError):
-    """Row in the layout of another project; `convert` can read it."""
+    """Row in another project's layout, which `convert` can read."""
 
 
 class EmptyColumnError(LayoutError):
-    """Missing value, which the row may have in another project's layout."""
+    """Missing value, which a row in another project's layout may have elsewhere."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns at once, for swaps of two names; pandas' NaN becomes None."""
-    row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
+    """Rename columns all at once, so that two names can be swapped; pandas' NaN becomes None."""
+    row = {name: value if value == value else None for name, value in row.items()}  # NaN != NaN
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
     for theirs, ours in renamed.items():
@@ -46,11 +46,11 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a missing value, a LayoutError if the layout may be another project's.
+    """Return the error for a missing value; a LayoutError if the layout may be another project's.
 
     Args:
-        name: column missing or None in the row.
-        columns: columns of the row.
+        name: column that is missing or None in the row.
+        columns: the row's columns.
         cure: how to rename the column or do without it, a sentence without period.
     """
     given = sorted(other for other, value in columns.items() if value is not None)

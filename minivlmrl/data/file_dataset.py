@@ -1,6 +1,6 @@
 """Datasets of data files, with facts about their rows.
 
-Opening a file parses and checks every row once, and collects its RowFacts. Rows are parsed again at each use, so
+Opening a file parses and checks all rows once, and collects their RowFacts. Rows are parsed again at every use, so
 changes to a row do not affect later uses.
 """
 
@@ -37,16 +37,16 @@ Size = tuple[int, int]  # (width, height) in pixels
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function of option data.format, which converts a row."""
+    """Return the function in option data.format, which converts a row."""
     with error_context(f"data.format {name}"):
         return resolve_function("format", name, {})
 
 
 class RowFile:
-    """An open data file and its reading options.
+    """An open data file, with the options for reading it.
 
     Args:
-        path: file or folder of rows.
+        path: file or folder with rows.
         constants: columns added to every row.
         options: see RowOptions.
     """
@@ -58,11 +58,11 @@ class RowFile:
         self.convert = find_format(options.format) if options.format else dict
         self.source = open_rows(path)
         self.folder = Path(options.image_root or self.source.folder)
-        self.num_rows = 0  # used rows
+        self.num_rows = 0  # rows in use
         self.columns: list[str] = []  # all column names
-        self.given: set[str] = set()  # columns with a value in some row
+        self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
-        # from row_sizes.measure for one processor, {line: {answer names: size}}
+        # row_sizes.measure for one processor: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -77,7 +77,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # a row was already read: the layout is not another project's
+                # if an earlier row was read, the layout is not another project's
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -94,7 +94,7 @@ class RowFile:
         return row, media
 
     def load(self, line: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
-        """Read a row, with images and videos loaded at use."""
+        """Read a row; images and videos are loaded at use."""
         row, media = self.read(line)
 
         def load(item: Media) -> PIL.Image.Image:
@@ -115,20 +115,20 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Facts about a row from opening its file, and its place there."""
+    """What opening a file finds out about a row."""
 
     file: RowFile
     line: int  # index in the file
     num_images: int  # in the prompt
     num_videos: int
     prompt_hash: int  # prompt hash, with media file sizes
-    media_fingerprint: int  # checksum of media file sizes and times, the same in all processes
-    text_bytes: dict[str, int]  # bytes of the prompt's texts, and per column of ANSWERS
+    media_fingerprint: int  # checksum of media file sizes and times, equal in all processes
+    text_bytes: dict[str, int]  # bytes of text: prompt, and per column in ANSWERS
     solution: Plain  # compared with answers before the first step
     literal_tokens: tuple[str, ...]  # control tokens spelled out in texts, such as <|im_end|>
-    boxes: dict[str, str]  # column of ANSWERS: first box
-    box_space: str | None  # units of the boxes
-    # (size, options) per image in prompt and answers, size None = unknown
+    boxes: dict[str, str]  # {column in ANSWERS: first box}
+    box_space: str | None  # box units
+    # (size, options) per image in prompt and answers; size None = unknown
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
@@ -138,15 +138,15 @@ class RowFacts:
 
 
 class FileDataset(Sequence[Row]):
-    """Rows of a data file, or of several after mix().
+    """Rows from a data file, or from several after mix().
 
     Args:
-        path: file or folder of rows.
-        required: columns that every row must have; "problem" = any prompt column.
+        path: file or folder with rows.
+        required: columns that all rows must have; "problem" = any prompt column.
         limit: maximum rows, None = all.
         constants: columns added to every row.
-        checks_files: check that image and video files exist; rank 0 only, because shared file systems are slow.
-        reads: columns read by a stage or reward, in addition to `required`, None = all.
+        checks_files: check that image and video files exist; only on rank 0, because shared file systems are slow.
+        reads: columns that a stage or reward reads, besides `required`; None = all.
         options: fields of RowOptions.
     Raises:
         ValueError: no rows, an invalid row, or a missing image or video file.
@@ -203,7 +203,7 @@ class FileDataset(Sequence[Row]):
         return facts.file.read(facts.line)
 
     def content(self, index: int) -> str:
-        """Hash a row's prompt and the contents of its media files."""
+        """Hash a row's prompt and media file contents."""
         row, media = self.read(index)
         hashed_parts: list[str | bytes | Path] = [repr(row.messages)]
         for source, path in files_of(media, str(self.facts[index].file.folder)):
@@ -211,7 +211,7 @@ class FileDataset(Sequence[Row]):
         return digest(hashed_parts)
 
     def select(self, facts: list[RowFacts]) -> "FileDataset":
-        """Return a dataset of the given rows, perhaps from several datasets."""
+        """Return a dataset with the given rows, perhaps from several datasets."""
         if not facts:
             raise UserError(
                 "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
@@ -240,7 +240,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def media_fingerprint(self) -> str:
-        """Hash sizes and times of all media files, which only rank 0 has read."""
+        """Hash sizes and times of all media files; only rank 0 has read them."""
         return digest([repr([facts.media_fingerprint for facts in self.facts])])
 
 
@@ -259,7 +259,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     """Collect a row's facts, and list missing media files.
 
     Args:
-        media: images and videos of the prompt.
+        media: images and videos in the prompt.
         checks_files: check that media files exist, and read their sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
@@ -290,7 +290,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
     """Return sizes (bytes) and modification times of a row's media files, and describe missing ones.
 
-    An image stored in the row has the size of its bytes or base64 text, and time 0.
+    For an image stored in the row, the size is that of its bytes or base64 text, and the time is 0.
     """
     sizes = []
     times = []
@@ -311,7 +311,7 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
 
 
 def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]:
-    """Find the first box per answer, {column: box as written}."""
+    """Find the first box in every answer: {column: box as written}."""
     boxes = {}
     for name, answer in answers.items():
         text = "\n".join(text_of(turn) for turn in as_turns(answer or []))
@@ -321,25 +321,25 @@ def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]
 
 
 def image_size(image: Media, folder: Path) -> Size | None:
-    """Return an image's width and height, None = unreadable."""
+    """Return an image's (width, height), None = unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # reported or skipped at use
+    except ValueError:  # reported or skipped when the row is used
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image file for its size only; the result cannot be decoded."""
+    """Open an image file only for its size; it cannot be decoded afterwards."""
     with open_image(source, folder) as image:
         return image
 
 
 class LazyImages(Sequence):
-    """Images of a row, decoded at each access: no decoded image stays in memory."""
+    """A row's images, decoded at every access, so that no decoded image stays in memory."""
 
     def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
-        self.sizes = {}  # {index: (width, height)} of images decoded so far
+        self.sizes = {}  # {index: (width, height)}, images decoded so far
 
     def __len__(self) -> int:
         return len(self.decoders)
@@ -351,7 +351,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos, with frames read at each use."""
+    """Return a row's videos; frames are read at use."""
     videos = []
     for item in media:
         if item.kind == "video":

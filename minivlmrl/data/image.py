@@ -1,8 +1,8 @@
 """Convert an image file to normalized patches for the vision tower, bit for bit as transformers.
 
-Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56, and cut into 8 x 4 patches of 14 x 14
-pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. A block of 2 x 2 patches becomes one
-image token, so the image has 8 tokens.
+Example: an image with 100 x 60 pixels (width x height) is resized to 112 x 56, and cut into 8 x 4 patches with 14 x 14
+pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. 2 x 2 patches become one image token, so
+the image has 8 tokens.
 """
 
 import math
@@ -31,12 +31,12 @@ def load_image(file: str | Path | Image) -> Image:
         ValueError: aspect ratio over 200, or unknown colors (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
-    check_ratio(image.width, image.height)  # before decoding, which takes gigabytes for long images
+    check_ratio(image.width, image.height)  # before decoding, which takes gigabytes for very long images
     return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert a PIL image to RGB, transparent ones on white."""
+    """Convert a PIL image to RGB; transparent pixels become white."""
     if 0 in image.size:
         raise UserError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.mode in ("I", "F"):
@@ -55,7 +55,7 @@ def to_8_bits(image: Image) -> Image:
     """Convert 16 bits per pixel to 8; Pillow would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    tags = getattr(image, "tag_v2", {})  # TIFF may use 12 of 16 bits, or store white as 0
+    tags = getattr(image, "tag_v2", {})  # TIFF may use only 12 of 16 bits, or store white as 0
     pixels = np.asarray(image)
     gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
@@ -75,9 +75,9 @@ def check_ratio(width: int, height: int):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """Compute the resized height and width of an image, in pixels.
+    """Compute an image's resized height and width, in pixels.
 
-    Its area is between min_pixels and max_pixels, its aspect ratio unchanged up to rounding.
+    The area is between min_pixels and max_pixels, the aspect ratio unchanged up to rounding.
 
     Args:
         factor: side of one token's square in pixels; height and width are multiples.
@@ -107,11 +107,11 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
-    """Cut the frames of an image or video into patches, in vision tower order.
+    """Cut image or video frames into patches, in vision tower order.
 
     Args:
         frames: (T, 3, H, W), H and W multiples of patch_size * merge_size. The last frame is repeated until T is a
-            multiple of temporal_patch_size: an image is one frame, repeated once for temporal_patch_size 2.
+            multiple of temporal_patch_size; an image is one frame.
     Returns:
         patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w). Blocks of merge_size x
         merge_size patches are in raster order, as are patches in a block; values are in order (channel, frame, y, x).
@@ -134,7 +134,7 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
     """Resize RGB frames with Pillow's bicubic filter, and normalize color channels.
 
     Args:
-        frames: RGB images of one size.
+        frames: RGB images with equal sizes.
         height, width: new size in pixels.
         mean, std: (3, 1), per color channel, for pixel values from 0 to 1.
     Returns:
@@ -147,13 +147,13 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
 
 
 def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Normalize pixel values 0 to 255 by table.
+    """Normalize pixel values 0 to 255 with a table.
 
     Args:
-        normalized: (3, 256), per color channel and gray level.
+        normalized: (3, 256) table, per color channel and gray level.
         pixels: (T, H, W, 3) uint8.
     Returns:
-        (T, 3, H, W), dtype of the table.
+        (T, 3, H, W), same dtype as the table.
     """
     channels = [normalized[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
@@ -161,7 +161,7 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches; the fields are a checkpoint's image settings."""
+    """Convert images to patches; the fields are a checkpoint's image settings."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -173,7 +173,7 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames
     videos: Any = None  # class that resizes Qwen3-VL's videos, None for Qwen2.5-VL
-    dtype: torch.dtype = torch.float32  # of patches; 16 bits: fewer bytes to copy to a GPU
+    dtype: torch.dtype = torch.float32  # patch dtype; with 16 bits, fewer bytes are copied to a GPU
 
     @property
     def factor(self) -> int:
@@ -182,7 +182,7 @@ class ImageProcessor:
 
     @property
     def patch_dim(self) -> int:
-        """Return the values per patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
+        """Return values per patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
@@ -195,8 +195,8 @@ class ImageProcessor:
         Args:
             image: any mode and size.
             options: for this image. min_pixels and max_pixels replace the processor's bounds; resized_height and
-                resized_width replace the image size before smart_resize rounds it to multiples of `factor` within those
-                bounds.
+                resized_width replace the image size, before smart_resize rounds it to multiples of `factor` within
+                those bounds.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w); see patchify.
         """
@@ -211,10 +211,10 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize frames of an image or video, and return normalized patches and patch counts (t, h, w)."""
+        """Resize image or video frames; return normalized patches and patch counts (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # RGB one by one: a copy of all frames could fill the memory
+        # to RGB one by one, because a copy of all frames could fill the memory
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

@@ -1,4 +1,4 @@
-"""Read preprocessor_config.json as an ImageProcessor, and write it."""
+"""Convert preprocessor_config.json to an ImageProcessor and back."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # uint8 as in transformers: torch rounds after each axis
+        # uint8 as in transformers, where torch rounds after each axis
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -33,16 +33,16 @@ def torch_resize_frames(
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# data.resize_backend: function
+# {data.resize_backend: function}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # positive: pixels are divided by it
-# transformers classes in preprocessor_config.json; names with Fast resize with torch, others with Pillow
+Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by it
+# transformers classes in preprocessor_config.json; those with Fast resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# settings with one supported value
+# settings for which only one value is supported
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -51,7 +51,7 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# data.video option: name in video_preprocessor_config.json
+# {data.video option: name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # default frames per second
 # default bounds on a frame's area, in tokens of 28 * 28 pixels
@@ -126,7 +126,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image. Files cannot store a fixed size: both bounds become its area.
+        options: data.image. A fixed size becomes both area bounds, because the file cannot store it.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -141,11 +141,11 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the area bounds in pixels of the options; `bounds` are defaults."""
+    """Return the bounds on the image area in pixels, from options or defaults `bounds`."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
-        return height * width, height * width + 1  # + 1: rounding could remove a row of tokens
+        return height * width, height * width + 1  # + 1, because rounding could remove a row of tokens
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
@@ -153,22 +153,22 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
     """Build a video_preprocessor_config.json from data.video, {} without options."""
     if not options:
         return {}
-    area = processor.factor**2  # one token
+    area = processor.factor**2  # area of one token
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",  # resizes as video.frame_size
+        "video_processor_type": "Qwen2VLVideoProcessor",  # resizes like video.frame_size
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # transformers allows 90 % of them
+    if "total_pixels" in options:  # transformers allows 90 % of total_pixels
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return the frame selection options by their names in video_preprocessor_config.json."""
+    """Return frame selection options, named as in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # a class default could conflict with num_frames in transformers
@@ -176,17 +176,17 @@ def write_sampling(options: dict[str, float]) -> dict:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Check options of an image or video, such as max_pixels, and return those not None."""
+    """Check image or video options, such as max_pixels, and return those not None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 
 def read_sampling(settings: dict) -> dict[str, float]:
-    """Return the frame selection options of video_preprocessor_config.json, such as fps."""
+    """Return frame selection options from video_preprocessor_config.json, such as fps."""
     return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read image settings of a model folder, (file, settings).
+    """Read a model folder's image settings: (file, settings).
 
     Transformers 5 writes them into processor_config.json, older versions into preprocessor_config.json.
     """
@@ -204,7 +204,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read video settings of a model folder, (file, settings)."""
+    """Read a model folder's video settings: (file, settings)."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -14,8 +14,8 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 from minivlmrl.errors import UserError
 
-MAX_SKIPPED = 100  # consecutive unreadable rows that end a run
-# rows prepared in advance; patches of 64 one-megapixel images take 1.5 GB
+MAX_SKIPPED = 100  # end the run after so many unreadable rows in succession
+# rows to prepare in advance; patches from 64 one-megapixel images take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches, one per rollout.
 
-    A batch has the rows for `options.steps_per_rollout` optimizer steps, sorted by step. Rows are shuffled for every
-    pass over the dataset. "seed/stage/batch/position" seeds a row's random numbers, so completions are the same on any
+    A batch has rows for `options.steps_per_rollout` optimizer steps, sorted by step. Rows are shuffled for every pass
+    over the dataset. Their random numbers have the seed "seed/stage/batch/position", so completions are the same on any
     number of ranks. Threads prepare the next batch.
 
     Args:
@@ -38,20 +38,20 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # images in these answers are decoded early, to skip unreadable rows
+        # Row fields whose images are decoded early, to skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
-        self.skipped: set[int] = set()  # indices of unreadable rows, this rank
+        self.skipped: set[int] = set()  # this rank's unreadable rows, by index
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # one PyTorch thread per worker; more would slow them down
+        # one PyTorch thread per worker, because more would slow workers down
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
-        self.ahead: list[Future] = []  # first rows of the next batch, in preparation
+        self.ahead: list[Future] = []  # first rows of the next batch
 
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
         """Return (dataset index, random seed text) for this rank's rows of a batch."""
@@ -69,10 +69,10 @@ class Batches(Iterator[list[Row]]):
         self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
             rows = self.wait_for(futures)
-        except BaseException:  # the process ends: do not wait for other rows
+        except BaseException:  # the process ends, so do not wait for other rows
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # may exceed the run's timeout
+        self.world.barrier("read images")  # may take longer than the run's timeout
         self.batches_consumed += 1
         return rows
 
@@ -113,7 +113,7 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
     """Compute a row's prompt, and check that images in its answers can be decoded.
 
     Args:
-        answers: Row fields with the answers that the stage trains on.
+        answers: Row fields with answers to train on.
     Raises:
         ValueError: invalid prompt or unreadable image.
     """
@@ -128,8 +128,8 @@ def next_readable(
     """Return the row at `index`, or the next readable one.
 
     Args:
-        use: raises ValueError for an unreadable row, such as readable_prompt.
-        skips: False: raise the error of the first unreadable row.
+        use: raises ValueError for an unreadable row, for example readable_prompt.
+        skips: if False, raise the first unreadable row's error.
     Returns:
         Row, result of `use`, and {index of an unreadable row: error}.
     """

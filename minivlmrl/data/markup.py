@@ -1,4 +1,4 @@
-"""Forms of written answers: other keyboards, Markdown, LaTeX, quotes, code fences and JSON."""
+"""Forms of written answers: full-width characters, Markdown, LaTeX, quotes, code fences and JSON."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from minivlmrl.json_files import parse_json, unique_keys
 
 # full-width and typographic characters -> plain ones
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
-# markup around a whole answer; of two equal beginnings, the longer one first
+# markup around a whole answer; if one beginning contains another, the longer one is first
 WRAPPERS = (
     *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
     *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],
@@ -23,7 +23,7 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
-QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # closing quotes may be missing
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # a closing quote may be missing
 
 
 def unwrap(text: str) -> str:

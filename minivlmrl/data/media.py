@@ -32,18 +32,18 @@ from minivlmrl.data.messages import (
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
-# keys of an image or video part for its file, such as "image_url" or "path"
+# {part type: keys that may hold its file, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys of an image in a JSON object: Hugging Face, OpenAI and Anthropic
+# keys in an image object: Hugging Face, OpenAI and Anthropic
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 # frame selection options
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# refused formats with side effects: EPS runs Ghostscript, IPTC opens files that it names, WMF calls Windows functions
+# rejected formats with side effects: EPS runs Ghostscript, IPTC opens files that it names, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's limit; without one, a few kilobytes could fill the memory
+# Pillow's own limit, without which a few kilobytes could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
-EMPTY = (None, "")  # no image or video
+EMPTY = (None, "")  # values that mean no image or video
 
 Source = str | Path | bytes
 
@@ -63,7 +63,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Context manager: open an image, and convert every exception in the block to ValueError."""
+    """Context manager: open an image, and convert all exceptions in the block to ValueError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
@@ -78,7 +78,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
                     "programs or open other files; convert the image to PNG"
                 )
             yield image
-    except Exception as error:  # Pillow's decoders raise struct.error, IndexError and many others
+    except Exception as error:  # Pillow's decoders raise many types, such as struct.error and IndexError
         error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
             if isinstance(file, Path):
@@ -88,7 +88,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Find the file of an image or video.
+    """Find an image or video file.
 
     Returns:
         Name for error messages, and path; for bytes and data URIs, a byte stream.
@@ -98,7 +98,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # base64.b64decode refuses invalid characters, urllib ignores them
+        # base64.b64decode rejects invalid characters, urllib ignores them
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -109,7 +109,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # pipes and devices: reading may never end
+    # not a pipe or device, which could be endless
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -123,11 +123,11 @@ class Media:
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
-    column: str | None = None  # column of the source, None = in a message part
+    column: str | None = None  # the source's column, None = in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Return the files of an image or video, one per frame for a list of frames."""
+        """Return the files of an image or video; for a list of frames, one per frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -142,13 +142,13 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # some tools write "" or [null] for rows without images
+        # some tools write "" or [null] in rows without images
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
             raise UserError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
-            entries = [entries]  # a list in `video` is a list of frames
+            entries = [entries]  # in `video`, a list is a list of frames
         with error_context(f"column {name!r}"):
             row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
     return row_media
@@ -159,18 +159,18 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images of a column go, in order, to image parts without a file. In messages of text only, they replace the tags
+    Images in a column go, in order, to image parts without a file. If messages are only text, they replace the tags
     <image>; without tags, they come before the first user text. Videos likewise.
 
     Args:
         turns: messages of the prompt, and of an answer with images.
-        row_media: {"image" or "video": media of columns}. Options in a part override those in a column.
+        row_media: {"image" or "video": media from columns}. Options in a part override those in a column.
         options: for all rows.
     Returns:
         Messages with one part per image and video, and the media in this order.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # with image or video parts, <image> is ordinary text
+    if not shown_parts_of(turns):  # otherwise <image> is ordinary text
         turns = add_placeholders(turns, counts)
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
     check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)
@@ -196,30 +196,30 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, otherwise the common ones; a video's own are added to the common ones."""
+    """Return an image's own options, or else the common ones; a video's own options override common ones."""
     if item.kind == "image":
         return item.options or common_options
-    # frames of a row with nframes or a list of frames are already selected
+    # nframes, or a list of frames, leaves nothing to select
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # given frames: fps is their rate
+    if isinstance(item.source, list):  # fps is then the rate of the given frames
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) per image, video and frame; path "" for bytes and data URIs."""
+    """Yield (source, path) per image, video and frame, with path "" for bytes and data URIs."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
                 yield source, ""
-            elif ":" in source:  # URL
+            elif ":" in source:  # a URL
                 yield source, str(open_source(source, folder)[1])
             else:
                 yield source, join(folder, source)
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys of a part that name its file, such as "image_url"."""
+    """Return the keys in a part that hold its file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
@@ -236,7 +236,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # exists, see check_counts
+        listed = next(next_media)  # check_counts has compared the numbers
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
@@ -252,11 +252,11 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return the image source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
-    # reject OpenAI's {"detail": "low"}: the image would not get smaller
+    # reject OpenAI's {"detail": "low"}, which would not make the image smaller
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
-        # bytes in JSON files are base64
+        # in JSON files, bytes are base64
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")

@@ -1,8 +1,8 @@
 """Build and check conversations with images and videos.
 
-A message, or turn, is {"role": "user", "content": ...}, as in transformers' chat templates. Content is a text or a list
-of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. Assistant messages may have "tool_calls"
-instead.
+A message, or turn, is {"role": "user", "content": ...}, as in transformers' chat templates. Content is a text, or a
+list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. Assistant messages may have
+"tool_calls" instead.
 """
 
 import re
@@ -12,13 +12,13 @@ from minivlmrl.errors import UserError, pluralize, truncate
 
 MARK = re.compile("<(image|video)>")  # tag for an image or video in a text
 KINDS = ("image", "video")
-BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
+BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 # maximum characters per message; `tokenizers` encodes a million per second, but fails on ten million
 MAX_TEXT = 2**20
-# keys for the assistant's thought, outside of the content
+# keys for the assistant's thought, if it is not in the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys that turn a message's loss on (true or 1) or off (false or 0)
+# keys that switch a message's loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 
@@ -29,16 +29,16 @@ def content_parts(message: dict) -> list[dict]:
 
 
 def part_kind(part: dict) -> str | None:
-    """Return the kind of a part, "image", "video" or "text", None = unclear.
+    """Return a part's kind: "image", "video" or "text", None = unclear.
 
     Args:
-        part: an image part is {"type": "image"}, or a dict with key image or image_url; video parts likewise. A text
-            part is {"type": "text", "text": str}, perhaps without type. Keys with value None count as missing.
+        part: {"type": "image"}, or a dict with key image or image_url; video parts likewise; or {"type": "text",
+            "text": str}, perhaps without type. Keys with value None count as missing.
     """
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
-    if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):  # most parts
+    if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):  # fast path for most parts
         return "text"
     for shown in KINDS:
         if kind == shown or part.get(shown) is not None or part.get(f"{shown}_url") is not None:
@@ -58,12 +58,12 @@ def parts_of(turns: Iterable[dict]) -> list[dict]:
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the image and video parts of all turns."""
+    """Return all image and video parts in turns."""
     return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
-    """Join the texts of a message."""
+    """Join the texts in a message."""
     return "".join(part.get("text") or "" for part in content_parts(message))
 
 
@@ -78,7 +78,7 @@ def conversation(
     Args:
         media: number of images and videos, such as {"image": 2, "video": 1}.
         prompt_template: {problem} in it is replaced by the question.
-        system_prompt: text of a first system message, None = without.
+        system_prompt: text for a first system message, None = no message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -135,14 +135,14 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend system_prompt, if any, to a conversation without a system message."""
+    """Prepend system_prompt, if any, to a conversation without system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has one place per image and video."""
+    """Raise ValueError unless a prompt has exactly one place per image and video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
@@ -164,12 +164,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for trained turns: assistant turns without a key such as "loss": false."""
+    """Return True for turns to train on: assistant turns without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError for a value under an unknown key; None, "", [] and {} are no values."""
+    """Raise ValueError for a value under an unknown key; None, "", [] and {} do not count."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise UserError(

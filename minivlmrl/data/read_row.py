@@ -1,8 +1,8 @@
-"""Convert a row of a data file to a Row: prompt, images and videos, answers.
+"""Convert a data file's row to a Row: prompt, images and videos, answers.
 
-split_answers   the prompt's turns, and the answers
-read_media      columns image, images, video and videos
-place_media     images and videos to message parts
+split_answers   split turns into prompt and answers
+read_media      read columns image, images, video and videos
+place_media     assign images and videos to message parts
 
 Rows have passed row_checks.check_columns.
 """
@@ -30,7 +30,7 @@ Answers = dict[str, str | list[dict]]
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
     """Convert columns to a Row without images, and list the prompt's images and videos in order.
 
-    Image parts of an answer have their Media under "image". If `chosen` and `rejected` contain images, both contain the
+    Image parts in an answer have their Media under "image". If `chosen` and `rejected` contain images, both contain the
     same ones.
     """
     place, prompt, answers = split_answers(columns, options.prompt_template)
@@ -61,7 +61,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # same question in all rows
+    if "{problem}" not in template:  # then all rows have the same question
         texts = {"problem": template}
         template = "{problem}"
     if not texts:
@@ -89,9 +89,9 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys without a value, but give every turn a content, which turns with tool_calls may lack.
+    """Remove keys without a value, and give every turn a content, which turns with tool_calls may lack.
 
-    Tables with a key in one turn or part have it in all.
+    In a table, a key in one turn or part is in all of them.
     """
     if isinstance(text_or_turns, str):
         return text_or_turns
@@ -108,7 +108,7 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the turns that begin both `chosen` and `rejected`."""
+    """Return the turns with which both `chosen` and `rejected` begin."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -128,7 +128,7 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return an answer's column, such as `completion`, or `messages` for prompt and answer."""
+    """Return an answer's column: `completion`, ..., or `messages` for prompt and answer in one."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 

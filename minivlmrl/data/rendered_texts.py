@@ -10,7 +10,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# leading thoughts; <think> is missing if the prompt ends with it
+# thoughts at the beginning; <think> is missing if the prompt ends with it
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
@@ -40,7 +40,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove whitespace from a text, and normalize to NFC, as tokenizers."""
+    """Remove whitespace from a text, and normalize it to NFC, as tokenizers do."""
     return "".join(normalize("NFC", text).split())
 
 
@@ -53,14 +53,14 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # longer texts first: a shorter text could be part of one
+    # longer texts first, because a shorter one could be part of them
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # space: no match across the removed text
+            compact = f"{before} {after}"  # the space prevents matches across the removed text
     return sorted(missing)
 
 
@@ -83,7 +83,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # without nulls, with which Parquet fills missing keys
+                continue  # templates leave out nulls, with which Parquet fills missing keys
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):
@@ -94,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # arguments can be JSON text
+            parsed = json.loads(calls)  # arguments may be JSON text
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return
@@ -102,7 +102,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return a text as templates may write it: unchanged, or escaped as JSON once or twice."""
+    """Return the forms in which templates may write a text: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

@@ -67,7 +67,7 @@ class Sampler:
         """Sample num_generations completions per prompt; all ranks must call this.
 
         Args:
-                keys: random seeds, one per prompt.
+            keys: random seeds, one per prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)

@@ -36,9 +36,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and the returns 1, 1.
 
     Args:
-            rewards, values: (B, T), 0 after a row's end; values[:, t] is predicted before token t is sampled.
+        rewards, values: (B, T), 0 after a row's end; values[:, t] is predicted before token t is sampled.
     Returns:
-            Advantages and returns (advantages + values), both (B, T).
+        Advantages and returns (advantages + values), both (B, T).
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
     advantages = []

@@ -31,8 +31,8 @@ class PackedLayout:
     Args:
         prompt_lengths: (B,) prompt lengths, in tokens.
         completion_lengths: completion lengths per prompt, in tokens.
-            rows: row index per completion, None = one row each. In the losses, equal indices form one row, for example
-                the turns in a trajectory.
+        rows: row index per completion, None = one row each. In the losses, equal indices form one row, for example
+            the turns in a trajectory.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-            min_pixels, max_pixels: bounds of the image area, default: those in the folder.
+        min_pixels, max_pixels: bounds of the image area, default: those in the folder.
     """
     # lazy import: models with random weights need no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
