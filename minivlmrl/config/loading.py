@@ -266,6 +266,13 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
     return "nf4" if read_section(recipe, "adapter").get("quantize") == "nf4" else None
 
 
+def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
+    """Return prompt options with another value than in the recipe or minivlmrl.yaml of a trained model."""
+    data = read_section(trained, "data")
+    names = ("prompt_template", "system_prompt", "answer_format", "box_space")
+    return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]
+
+
 def read_yaml(path: Path) -> Plain:
     """Parse a YAML file, and name the file in an error."""
     with error_context(str(path)):

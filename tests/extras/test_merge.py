@@ -1,12 +1,13 @@
 """Test that weights that `merge` writes have the logits of the base model with its adapter."""
 
 import shutil
-from types import SimpleNamespace
+from operator import attrgetter
 
 import pytest
 import torch
 
 from minivlmrl.__main__ import main
+from minivlmrl.config.loading import as_overrides
 from minivlmrl.extras import merge
 from minivlmrl.extras.answers.chat import inference_config
 from minivlmrl.extras.answers.evaluate import build_parser, evaluation_config
@@ -16,6 +17,12 @@ from tests.helpers import tiny
 from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference
 from tests.model.test_lora import EVERYTHING, adapted
 from tests.model.test_peft import FORMS, base, prompts
+
+SAID = {
+    "data.prompt_template": "Look. {problem}", "data.system_prompt": "Be brief.", "data.answer_format": "whole",
+    "data.max_pixels": 3136, "data.box_space": "thousandths", "sampling.stop_token_ids": [7],
+    "sampling.stop_strings": ["x"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
@@ -33,20 +40,25 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
-def test_a_copied_adapter_says_that_its_base_was_quantized(tmp_path, checkpoint, own, run, plain, capsys):
+def test_a_copied_folder_says_how_it_was_trained(tmp_path, checkpoint, own, run, plain, capsys):
     options = [*own, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=0"]
-    trained = run(*options, "--adapter.quantize=nf4") / "checkpoint"
+    trained = run(*options, "--adapter.quantize=nf4", *as_overrides(SAID)) / "checkpoint"
     adapter = shutil.copytree(trained / "adapter", tmp_path / "copied")
     for out, more in (("plain", []), ("told", ["--quantize=nf4"])):
         given = {"model": checkpoint, "adapter": adapter, "out": tmp_path / out}
         assert main(["merge", *(f"--{name}={folder}" for name, folder in given.items()), *more]) == 0
         assert (tmp_path / out / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
-    arguments = build_parser("generate").parse_args([f"--model={adapter}", "--data=rows.jsonl", "--temperature=0"])
-    assert evaluation_config(arguments, [], with_rewards=False).adapter.quantize == "nf4"
-    assert inference_config(SimpleNamespace(model=adapter), []).adapter.quantize == "nf4"
+    merged = shutil.copytree(trained, tmp_path / "merged", ignore=shutil.ignore_patterns("adapter"))
+    for model in (adapter, merged, tmp_path / "plain"):
+        arguments = build_parser("generate").parse_args([f"--model={model}", "--data=rows.jsonl", "--temperature=0"])
+        for config in (evaluation_config(arguments, [], with_rewards=False), inference_config(arguments, [])):
+            assert {name: attrgetter(name)(config) for name in SAID} == SAID
+            assert (config.adapter.r and config.adapter.quantize) == ("nf4" if model == adapter else 0)
     capsys.readouterr()
     run(*options, f"--adapter.path={adapter}", name="again")
-    assert f"{adapter} was trained on nf4 weights; set adapter.quantize=nf4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{adapter} was trained on nf4 weights; set adapter.quantize=nf4" in printed
+    assert f"{adapter / 'minivlmrl.yaml'}, with which the model was trained, sets other values for data.p" in printed
 
 
 def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path, checkpoint, own, run, plain, capsys):

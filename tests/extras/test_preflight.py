@@ -233,6 +233,15 @@ def test_boxes_of_rows_with_several_images_are_said(write_rows):
         assert f"but reward {reward} measures boxes in the first image" in note
 
 
+def test_other_prompts_than_those_of_the_trained_folder_are_said(tmp_path):
+    (tmp_path / "minivlmrl.yaml").write_text("data: {prompt_template: 'Look. {problem}', system_prompt: null}")
+    [note] = notes("--model.config=null", f"--model.path={tmp_path}")
+    assert note == (
+        f"{tmp_path / 'minivlmrl.yaml'}, with which the model was trained, sets other values for data.prompt_template"
+    )
+    assert not notes("--model.config=null", f"--model.path={tmp_path}", "--data.prompt_template=Look. {problem}")
+
+
 def test_an_empty_solution_is_said(write_rows):
     """`check` finds it in the same rows."""
     rows = FileDataset(write_rows(*({"problem": "a", "solution": text} for text in ("red", "", " "))))

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import as_overrides, load_config, read_section, read_yaml, trained_quantization
+from minivlmrl.config.loading import as_overrides, changed_prompts, load_config, read_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
@@ -147,10 +147,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 def note_changes(options: argparse.Namespace, config: RunConfig):
     """Print prompt options that had other values in training."""
     trained = find_recipe(options.model) if options.recipe else None
-    data = read_section(trained, "data")
-    names = [name for name in ("prompt_template", "system_prompt", "answer_format") if name in data]
-    changed = [f"data.{name}" for name in names if data[name] != getattr(config.data, name)]
-    if changed:
+    if changed := changed_prompts(trained, config):
         print(
             f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}", file=sys.stderr
         )

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from minivlmrl.config.import_utils import code_files
+from minivlmrl.config.loading import changed_prompts
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.file_dataset import FileDataset
@@ -22,10 +24,12 @@ from minivlmrl.errors import USER_FILES, error_context, pluralize, truncate
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.extras.check.summary import describe_device, trainable_summary
+from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.peft import find_adapter
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, Reward, held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
@@ -216,6 +220,16 @@ def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> 
             )
 
 
+def other_prompts(config: RunConfig) -> Iterator[str]:
+    """Yield a note if the model to train was trained with other prompts before."""
+    adapter = config.adapter.path
+    folder = find_adapter(adapter) if adapter else config.model.path
+    if folder and config.stages:
+        trained = Path(folder, INFERENCE_CONFIG)
+        if changed := changed_prompts(trained, config):
+            yield f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}"
+
+
 def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield a warning if rows have an empty solution, which the reward `accuracy` leaves out."""
     for stage, rows, rewards in scored_rows(config, datasets):
@@ -237,6 +251,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             'would be a part of the answer; leave out format, as in "--rewards={accuracy: 1.0}"'
         )
     yield from boxes_of_several_images(config, datasets)
+    yield from other_prompts(config)
     dtype = DTYPES[config.model.dtype]
     # Float32 adapters lose no small updates, and adamw_8bit adds lost updates to the next ones.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
