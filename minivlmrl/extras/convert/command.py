@@ -3,9 +3,9 @@
     minivlmrl convert rows.json
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by column names; if two fit, choose one with --layout. The converted file is written beside the
-original, and refers to the same images. Columns and keys that the new layout cannot store are listed. For a YAML list
-of datasets from VLM-R1, all are converted, and the option data.train for the recipe is printed.
+Column names tell the layout; if two fit, choose one with --layout. The new file is written beside the original, with
+the same images; lost columns and keys are listed. For a YAML list of datasets from VLM-R1, the option data.train for
+the recipe is printed.
 """
 
 import argparse
@@ -13,31 +13,45 @@ import json
 import shlex
 import sys
 from base64 import b64encode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 import yaml
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.config.parsing import parse_yaml, read_value
+from minivlmrl.config.parsing import build, parse_yaml, read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows, split_of
-from minivlmrl.errors import UserError, did_you_mean, error_context, optional_dependency, pluralize, require
+from minivlmrl.errors import UserError, did_you_mean, error_context, optional_dependency, pluralize
 from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
 
 SAMPLE = 100  # rows to recognize the layout by
-MAX_NAMES = 20  # dropped columns and keys to list
 BATCH = 100  # rows per parquet write
+NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run refuses them"
+
+
+@dataclass
+class ListedFile:
+    """Dataset in a YAML list of VLM-R1."""
+
+    json_path: str
+    sampling_strategy: str = "all"
+
+
+@dataclass
+class FileList:
+    datasets: list[ListedFile]
 
 
 def main(arguments: list[str]) -> int:
@@ -63,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
-    """Convert a file; return the path of the new file, or the original if no row changes."""
+    """Convert a file; return the new file, or the original if no row changes."""
     sample = list(islice(source_rows(path, options), SAMPLE))
     if not sample:
         raise UserError(f"{path} has no rows")
@@ -71,17 +85,19 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     out = file_to_write(options.out or new_name(path, sample[0][1], options.to))
     if out.resolve() == path.resolve():
         raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
-    dropped, changed, names = Counter(), Counter(), set()
-    noted: dict[str, list[str]] = {"question": [], "answer": [], "box": []}  # rows to report
+    dropped, changed = Counter(), Counter()
+    names: set[str] = set()
+    noted: dict[str, list[str]] = defaultdict(list)  # {note: rows}
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, *noted.values()):
+        for found in (dropped, changed, noted):  # parquet: second pass
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
                 new_row, num_images = convert_row(row, layout, folder_of(path), dropped)
+                for note in notes_of(new_row, num_images):
+                    noted[note].append(where)
                 changed["rows"] += 1
-                note_row(noted, where, new_row, num_images)
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
 
@@ -105,7 +121,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
 
 
 def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, int]:
-    """Convert a row to minivlmrl's layout, check it and count its images; count losses in `dropped`."""
+    """Convert and check a row, and count its images; losses are counted in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
@@ -122,40 +138,35 @@ def report_dropped(dropped: Counter, out: Path):
             "Add --questions if questions also contain boxes",
             file=sys.stderr,
         )
-    for name, count in sorted(dropped.items())[:MAX_NAMES]:
+    for name, count in sorted(dropped.items()):
         print(f"dropped: {name:.80} ({pluralize(count, 'time')})", file=sys.stderr)
-    if len(dropped) > MAX_NAMES:
-        print(f"dropped: other columns and keys: {len(dropped) - MAX_NAMES}", file=sys.stderr)
 
 
-def has_answer(row: dict) -> bool:
-    turns = row.get("messages")
-    answers = (row.get(name) for name in ("solution", "completion", "chosen", "rejected"))
-    return any(answer is not None for answer in answers) or (bool(turns) and turns[-1]["role"] == "assistant")
-
-
-def note_row(noted: dict[str, list[str]], where: str, row: dict, num_images: int):
-    noted["question"] += [] if has_prompt(row) else [where]
-    noted["answer"] += [] if has_answer(row) else [where]
-    noted["box"] += [where] if num_images > 1 and parse_boxes(str(row.get("solution"))) else []
+def notes_of(row: dict, num_images: int) -> Iterator[str]:
+    """Yield what a run may refuse, with {} for file and line of a row."""
+    answers = [row.get(name) for name in ("solution", "completion", "chosen", "rejected")]
+    [*_, last] = row.get("messages") or [{}]
+    if not has_prompt(row):
+        yield NO_QUESTION
+    if last.get("role") != "assistant" and all(answer is None for answer in answers):
+        yield "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them"
+    if num_images > 1 and parse_boxes(str(row.get("solution"))):
+        yield (
+            "a box and several images, for example {}: rewards measure boxes in the first image; put the image of "
+            "the box first"
+        )
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print how many rows lack a question or answer; without questions, they are in data.prompt_template."""
-    notes = {
-        "question": "no question (problem, prompt or messages), for example {}: a run refuses them",
-        "answer": "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them",
-        "box": "a box and several images, for example {}: rewards measure boxes in the first image; put the image of "
-        "the box first",
-    }
-    for name, places in noted.items():
-        if places and (name != "question" or len(places) < num_rows):
-            print(f"{len(places)} of {num_rows} rows have {notes[name].format(places[0])}", file=sys.stderr)
+    """Print the notes; without any question, data.prompt_template has it."""
+    for note, places in noted.items():
+        if note != NO_QUESTION or len(places) < num_rows:
+            print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
 
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in errors, even for values no reader expects, such as a number instead of a list."""
+    """Name the row in errors, also for values no reader expects, such as a number instead of a list."""
     with error_context(where):
         try:
             yield
@@ -167,9 +178,9 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> int:
-    """Return the number of images; raise ValueError if a run would refuse the converted row."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair cannot be written
-    # rows without a prompt, such as an imagefolder, need data.prompt_template in the recipe
+    """Count the images of a converted row; raise ValueError if a run would refuse it."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # no half of a surrogate pair
+    # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     _, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
     return sum(item.kind == "image" for item in media)
@@ -182,11 +193,10 @@ def check_renamed(renamed: dict[str, str], names: set[str]):
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
-    """Yield the rows of a file with renamed columns; add old column names to `names`."""
+    """Yield rows with renamed columns; add old names to `names`."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
-            require(isinstance(row, dict), "the row", row, "a JSON object that maps columns to values")
             columns = change(row)
             if names is not None:
                 names.update(columns)
@@ -216,7 +226,7 @@ def folder_of(path: Path) -> Path:
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Return the path of the converted file: parquet if rows contain image bytes."""
+    """Name the new file: parquet for image bytes."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
@@ -236,12 +246,11 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write rows to a JSON Lines or parquet file; a first pass finds parquet's column types."""
+    """Write a JSON Lines or parquet file; parquet takes two passes, the first for column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
-                # JSON cannot store bytes: base64
-                row = map_nested(row, lambda content: b64encode(content).decode(), bytes)
+                row = map_nested(row, lambda content: b64encode(content).decode(), bytes)  # JSON has no bytes
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return
     with optional_dependency("parquet", f"{out}: writing parquet files requires pyarrow"):
@@ -259,25 +268,17 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches of rows with the same columns: pyarrow ignores those missing in the first row."""
+    """Yield batches with equal columns: pyarrow ignores those missing in the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert the files in a YAML list of datasets, and yield entries for data.train."""
+    """Convert the files of a YAML list, and yield entries for data.train."""
     with error_context(path):
         content = parse_yaml(path.read_text(encoding="utf-8"))
-        listed = content.get("datasets") if isinstance(content, dict) else None
-        sets: list[Plain] = listed if isinstance(listed, list) else [None]
-        if not all(isinstance(one, dict) and isinstance(one.get("json_path"), str) for one in sets):
-            raise UserError("the file must have a list `datasets` of objects with `json_path`, the path of a file")
-        for one in sets:
-            if unknown := one.keys() - {"json_path", "sampling_strategy"}:
-                raise UserError(
-                    f"the keys {', '.join(sorted(map(str, unknown)))} of a data set are not read; remove them"
-                )
-            file = Path(one["json_path"])
-            file = convert(file if file.exists() else path.parent / file, options)
-            yield {"file": str(file), "sampling": one.get("sampling_strategy", "all")}
+    for listed in build(FileList, content, str(path)).datasets:
+        file = Path(listed.json_path)
+        file = convert(file if file.exists() else path.parent / file, options)
+        yield {"file": str(file), "sampling": listed.sampling_strategy}

@@ -1,7 +1,4 @@
-"""Convert columns from other projects' layouts to the layout in docs/data.md.
-
-Unknown columns stay.
-"""
+"""Convert columns from other projects' layouts to the layout in docs/data.md; unknown columns stay."""
 
 import json
 import re
@@ -18,7 +15,7 @@ from minivlmrl.json_files import parse_json
 
 Reader = Callable[["Columns"], "Columns | None"]  # None if the row has a different layout
 ANSWERS = ("response", "output", "suffix", "answer")
-# columns of other projects, dropped by `convert` if another column has the same content
+# dropped if another column has the same content
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -30,15 +27,15 @@ SPEAKERS = {  # {speaker: role}
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
 }
-KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn to keep
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # of a turn
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
-# columns that may hold a list as text; first those with answers
+# columns that may hold a list as text
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# printed by `convert` after it has written boxes from `objects` into texts
+# printed by `convert` once boxes of `objects` are in the texts
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -46,10 +43,10 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """Columns of a row, without missing values; `dropped` counts lost columns and keys."""
+    """Columns of a row without missing values; `dropped` counts losses."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # value == value is False for NaN, a missing value in pandas
+        # NaN, pandas' missing value, differs from itself
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -65,7 +62,7 @@ class Columns(dict):
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Parse lists in text form, and move boxes, image tags and choices into the texts."""
+    """Parse lists in text form; put boxes, image tags and choices into the texts."""
     columns = Columns(row, dropped)
     read_lists(columns)
     fill_objects(columns)
@@ -80,7 +77,7 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 def finish(row: Columns) -> dict:
     """Rename answer, solution and image columns as in docs/data.md."""
     name = next((name for name in ANSWERS[:2] if name in row), None)
-    if name and not {"messages", "completion", "chosen"} & {*row}:
+    if name and not row.keys() & {"messages", "completion", "chosen"}:
         row["completion"] = row.pop(name)
     if "rejected_response" in row and "completion" in row:
         row["chosen"], row["rejected"] = row.pop("completion"), row.pop("rejected_response")
@@ -88,7 +85,6 @@ def finish(row: Columns) -> dict:
     if truths and "solution" not in row:
         truth = row.pop(truths[0])
         if truths[0] == "reward_model":  # verl: {"style": "rule", "ground_truth": ...}
-            require(isinstance(truth, dict), "column 'reward_model'", truth, "an object with ground_truth")
             row.dropped.update(f"key {key!r} of reward_model" for key in truth if key != "ground_truth")
             truth = truth.get("ground_truth")
         row["solution"] = truth
@@ -100,7 +96,7 @@ def finish(row: Columns) -> dict:
 
 
 def read_lists(row: Columns):
-    """Parse columns with a list as JSON or Python text, as in CSV files and files from pandas."""
+    """Parse lists in JSON or Python text, as from CSV files and pandas."""
     for name in LISTS:
         value = row.get(name)
         if not isinstance(value, str):
@@ -116,7 +112,7 @@ def read_lists(row: Columns):
 
 
 def read_conversations(row: Columns) -> Columns | None:
-    """Read `conversations` with turns {from, value}: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
+    """Read turns {from, value}: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
     name = next((name for name in ("conversations", "conversation") if name in row), None)
     if name is None or is_pairs(row[name], "human"):
         return None
@@ -134,7 +130,7 @@ def read_conversations(row: Columns) -> Columns | None:
 
 
 def read_messages(row: Columns) -> Columns | None:
-    """Read `messages` with ms-swift roles, and a rejected answer or label from another column."""
+    """Read `messages` of ms-swift, with a rejected answer or a label."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
@@ -165,18 +161,17 @@ def is_pairs(value: Plain, asked: str) -> bool:
 
 
 def read_question(asked: str) -> Reader:
-    """Return a reader for rows with a question column, such as "query", and an answer column."""
+    """Make a reader for a question column such as "query", and an answer column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
             return None
         question = row.pop(asked)
-        require(isinstance(question, str), f"column {asked!r}", question, "text")
-        if extra := row.pop("input", None):  # Alpaca's additional text for the question
+        if extra := row.pop("input", None):  # Alpaca: more text of the question
             question = f"{question}\n{extra}"
         turns = []
         history = row.pop("history", None) or []
-        for pair in history if isinstance(history, list) else [history]:
+        for pair in history:
             is_pair = isinstance(pair, list) and len(pair) == 2
             require(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
             turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
@@ -194,7 +189,7 @@ def read_question(asked: str) -> Reader:
 
 
 def read_rendered(row: Columns) -> Columns | None:
-    """Read a conversation already rendered by Qwen's chat template."""
+    """Read a conversation rendered by Qwen's chat template."""
     names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
     if not names:
         return None
@@ -212,7 +207,7 @@ def read_rendered(row: Columns) -> Columns | None:
 
 
 def read_ours(row: Columns) -> Columns | None:
-    """Keep a row in our layout; only role names may change."""
+    """Read a row in our layout; role names may change."""
     if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
@@ -223,7 +218,7 @@ def read_ours(row: Columns) -> Columns | None:
 
 
 def drop_repeated_prompt(row: Columns):
-    """Drop `prompt` and `messages` if `chosen` and `rejected` are whole conversations, as in UltraFeedback."""
+    """Drop the prompt if `chosen` and `rejected` are whole conversations, as in UltraFeedback."""
     talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
     if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         return
@@ -237,7 +232,7 @@ def drop_repeated_prompt(row: Columns):
             "prompt, or the turns before the answer in `chosen` and `rejected`"
         )
     for name in ("prompt", "problem"):
-        row.pop(name, None)  # repeated by the conversations
+        row.pop(name, None)
 
 
 READERS: dict[str, Reader] = {
@@ -271,14 +266,12 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
             raise UserError(
                 f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
-        if not turn.keys() & {"value", "content", "tool_calls"}:
-            raise UserError(
-                f"turn {number} of {name!r} has only the keys {[*turn]}; rename the key with its text to 'content'"
-            )
-        value = turn.get("value", turn.get("content"))
+        value = text_of_value(turn.get("value", turn.get("content")))
         if value is None and not turn.get("tool_calls"):
-            raise UserError(f"turn {number} of {name!r} has no text; add its text, or remove the row")
-        value = text_of_value(value)
+            raise UserError(
+                f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}; rename the "
+                "key of its text, or remove the row"
+            )
         if speaker in ("function_call", "tool_call"):  # tool call, in Qwen's format
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
@@ -294,15 +287,14 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def text_of_value(value: Plain) -> Plain:
-    """Convert an answer to text if it is a number, a list of numbers or an object, as in VLM-R1."""
+    """Convert a number, a box or an object to text, as in VLM-R1's answers."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
     return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Add a conversation to a row: as a preference pair if there is a rejected answer, else as `messages`."""
-    is_answered = turns[-1]["role"] == "assistant" if turns else False
-    if not is_answered:
+    """Add a conversation to a row, as a pair if there is a rejected answer."""
+    if turns[-1]["role"] != "assistant":
         return row.put(prompt=turns, **read_pair(row))
     rejected = row.pop("rejected_messages", None) or row.pop("rejected_response", None)
     if rejected is None:
@@ -316,66 +308,64 @@ def split_pair(row: Columns, turns: list[dict]) -> Columns:
 
 
 def read_pair(row: Columns) -> dict:
-    """Read LLaMA-Factory's `chosen` and `rejected`, single turns with `from` and `value`."""
+    """Read LLaMA-Factory's `chosen` and `rejected`, single turns."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: read_turns([row[name]], name, row.dropped) for name in names}
 
 
 def add_choices(row: Columns):
     """Append choices from `options`, `choices` or A, B, C to a question without choices."""
-    letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
-    name = next((name for name in ("options", "choices") if row.get(name)), None)
-    choices: Plain = row[name] if name else [row[letter] for letter in letters]
+    used = [name for name in ("options", "choices") if row.get(name)][:1]
+    choices: Plain = row[used[0]] if used else []
+    if not used and {"A", "B"} <= row.keys():
+        used = [letter for letter in LETTERS if letter in row]
+        choices = [row[letter] for letter in used]
     column = next((name for name in QUESTIONS if name in row), None)
-    if not choices or column is None:
+    if not used or column is None:
         return
     if isinstance(choices, str):  # a list of numbers as text
-        choices = parse_literal(choices) if choices.startswith("[") else choices
+        choices = parse_literal(choices)
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
-    require(is_list, "the list of choices", choices, "a list of at most 26 texts")
-    if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
+    require(is_list, "the list of choices", row[used[0]], "a list of at most 26 texts")
+    if any(FILE_NAMES["image"].fullmatch(str(choice)) for choice in choices):
         raise UserError(
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
-    answer = row.get("answer", row.get("solution"))
-    # an index, as in AI2D, is no answer: its first value may be 0 or 1, and the prompt lists letters
-    is_index = isinstance(answer, int) or (isinstance(answer, str) and answer.strip().isdecimal())
-    is_choice = not is_index or str(answer).strip() in map(str, choices)
+    answer = str(row.get("answer", row.get("solution"))).strip()
+    # an index, as in AI2D, may start at 0 or 1
+    is_choice = not answer.isdecimal() or answer in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
-        for letter in [name] if name else letters:  # choices already in the question
-            row.drop(letter)
+        for name in used:  # choices already in the question
+            row.drop(name)
         return
     lines = [row.pop("hint", ""), row[column]]
-    for letter, choice in zip(LETTERS, choices, strict=False):
+    for letter, choice in zip(names, choices, strict=True):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
-    for used in [name] if name else letters:
-        del row[used]
+    for name in used:
+        del row[name]
     row[column] = "\n".join(lines).strip()
 
 
 def fill_objects(row: Columns):
     """Replace ms-swift's tags <ref-object> and <bbox> with names and boxes from `objects`."""
-    objects = row.get("objects")
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
-    if objects is None or not any(tag in text for tag in TAGS):
+    if "objects" not in row or not any(tag in text for tag in TAGS):
         return
-    objects = parse_json(row.pop("objects")) if isinstance(row["objects"], str) else row.pop("objects")
-    if isinstance(objects, list):  # older files: one list per object, with caption and boxes
-        fits = all(isinstance(one, dict) and isinstance(one.get("bbox"), list) and "caption" in one for one in objects)
-        require(fits, "column 'objects'", objects, "an object with ref and bbox, or a list with caption and bbox")
-        boxes = [box for one in objects for box in one["bbox"]]
-        units = [one.get("bbox_type") for one in objects]
-        objects = {"ref": [one["caption"] for one in objects], "bbox": boxes, "bbox_type": units[0] if units else None}
-    require(isinstance(objects, dict), "column 'objects'", objects, "an object with ref and bbox")
+    objects = row.pop("objects")
+    objects = parse_json(objects) if isinstance(objects, str) else objects
+    if isinstance(objects, list):  # older files: one object each
+        objects = {
+            "ref": [one["caption"] for one in objects],
+            "bbox": [box for one in objects for box in one["bbox"]],
+            "bbox_type": next((one.get("bbox_type") for one in objects), None),
+        }
     require(objects.get("bbox_type") in (None, "real"), "bbox_type", objects.get("bbox_type"), "real, or missing")
-    for key in objects.keys() - {"ref", "bbox", "bbox_type"}:
-        row.dropped[f"key {key!r} of objects"] += 1
+    row.dropped.update(f"key {key!r} of objects" for key in objects.keys() - {"ref", "bbox", "bbox_type"})
     items = {}
     for tag, name in TAGS.items():
         values = (objects.get(name) or []) if tag in text else []
-        require(isinstance(values, list), f"key {name!r} of column 'objects'", values, "a list")
         if len(values) != text.count(tag):
             raise UserError(
                 f"column 'objects' has {pluralize(len(values), 'item')} in {name!r}, but the texts contain {tag} "
@@ -388,7 +378,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, with <image>, and list the files in `images`."""
+    """Replace Qwen-VL's <img>cat.jpg</img> with <image>, and list the files in `images`."""
     paths = []
     if any(name in row for name in MEDIA):
         return
@@ -403,7 +393,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace <image 1>, <image 2> ... with <image>; raise ValueError if they are not in order."""
+    """Replace <image 1>, <image 2> ... with <image>; raise ValueError for another order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return

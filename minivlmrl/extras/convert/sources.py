@@ -30,11 +30,7 @@ Rows = Iterator[tuple[str, dict]]  # (location, such as "rows.csv:3", columns)
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield the rows of a file, a folder, or a split, as in "folder@train".
-
-    Raises:
-        ValueError: the file cannot be read, or the folder has no file of rows.
-    """
+    """Yield the rows of a file, a folder, or a split such as "folder@train"."""
     folder, split = split_of(path)
     if split and (folder / split / "state.json").is_file():  # a split of save_to_disk
         path, split = folder / split, None
@@ -46,15 +42,17 @@ def read_rows(path: Path) -> Rows:
         yield from _read_cells(path)
     elif path.suffix in (".json", ".jsonl") and (coco := find_coco(path, read_text(path))):
         yield from _read_coco(path, coco)
-    elif path.suffix == ".jsonl" and path.is_file() and not _is_list(path):
-        yield from _read_lines(path)
     else:
-        rows = open_rows(path)
-        yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
+        yield from _read_rows(path)
+
+
+def _read_rows(path: Path) -> Rows:
+    rows = open_rows(path)
+    yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder from save_to_disk, a folder with row files, or one with an image subfolder per class."""
+    """Read a folder from save_to_disk, with row files, or with a subfolder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         example = f", {folder}/{splits[0]}" if splits else ""
@@ -62,52 +60,44 @@ def _read_folder(folder: Path) -> Rows:
     if (folder / "state.json").is_file():
         yield from _read_saved(folder)
         return
-    files = [path for path in [*folder.glob("*"), *folder.glob("data/*.parquet")] if path.suffix in ROW_FILES]
-    files = [path for path in files if not CONVERTED.fullmatch(path.name)]
-    images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
+    files = [
+        path
+        for path in (*folder.glob("*"), *folder.glob("data/*.parquet"))
+        if path.suffix in ROW_FILES and not CONVERTED.fullmatch(path.name)
+    ]
     if len(files) == 1 and files[0].suffix in (".csv", ".tsv"):
         yield from _read_cells(files[0])
-    elif not files:
-        if not images:
-            raise UserError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
-        for path in images:  # the folder is the class: train/cat/1.png has the solution "cat"
-            yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
-    else:
-        rows = open_rows(folder)  # its error says why the folder cannot be read
-        yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
+        return
+    if files:
+        yield from _read_rows(folder)  # or its error: why the folder cannot be read
+        return
+    images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
+    if not images:
+        raise UserError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
+    for path in images:  # train/cat/1.png: solution "cat"
+        yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
 
 
 def _read_saved(folder: Path) -> Rows:
-    """Read Arrow files from save_to_disk in datasets."""
+    """Read Arrow files written by save_to_disk."""
     with optional_dependency("parquet", f"{folder}: reading a folder that save_to_disk wrote requires pyarrow"):
         import pyarrow as pa
+    file = folder / "state.json"
     number = 0
-    for name in _saved_files(folder / "state.json"):
-        try:
-            with pa.memory_map(str(folder / name)) as source:
+    try:
+        for listed in read_json(file)["_data_files"]:
+            file = folder / Path(listed["filename"]).name  # no file of another folder
+            with pa.memory_map(str(file)) as source:
                 for batch in pa.ipc.open_stream(source):
                     for row in batch.to_pylist():
                         yield f"{folder}: row {number}", map_nested(row, str, NO_JSON_TYPES)
                         number += 1
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{folder / name}: the file cannot be read ({error}); save the data set again") from error
-
-
-def _saved_files(state: Path) -> list[str]:
-    """Return the Arrow files in a state.json; all must be in its folder."""
-    files = read_json(state).get("_data_files")
-    listed = files if isinstance(files, list) else [None]
-    names: list[Plain] = [file.get("filename") if isinstance(file, dict) else None for file in listed]
-    if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise UserError(f"{state}: _data_files must list files of this folder, but it is {truncate(files, 80)}")
-    return names
+    except (KeyError, TypeError, OSError, pa.ArrowException) as error:
+        raise UserError(f"{file}: the file cannot be read ({error!r}); save the data set again") from error
 
 
 def _read_coco(path: Path, content: dict) -> Rows:
-    """Read COCO: one row per category and image.
-
-    The solution lists boxes (left, top, right, bottom) in pixels, without crowd regions.
-    """
+    """Read COCO: a row per category and image, with boxes (left, top, right, bottom) in pixels, no crowd regions."""
     boxes = defaultdict(list)
     for number, annotation in enumerate(content["annotations"]):
         with error_context(f"{path}: annotations[{number}]"):
@@ -126,23 +116,8 @@ def _read_coco(path: Path, content: dict) -> Rows:
         yield f"{path}: image {image}", {"image": files[image], "problem": question, "solution": solution}
 
 
-def _is_list(path: Path) -> bool:
-    """Return True for a JSON list, False for JSON lines."""
-    with path.open("rb") as file:
-        return file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _read_lines(path: Path) -> Rows:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-                with error_context(where):
-                    yield where, parse_json(line, ROW_DECODER.decode)
-
-
 def _read_cells(path: Path) -> Rows:
-    """Read a CSV or TSV file, with column names in the first line. Empty cells are missing columns."""
+    """Read a CSV or TSV file with column names in the first line; empty cells are missing columns."""
     csv.field_size_limit(2**31 - 1)
     # on csv.Error, `where` still names the previous row: no error_context
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -190,7 +165,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _list_of_cell(name: str, cell: str) -> Plain:
-    """Parse a list or object in JSON, or in Python syntax as in files from pandas."""
+    """Parse a list or object in JSON, or in Python syntax as from pandas."""
     with error_context(f"column {name!r}"):
         try:
             return parse_json(cell, ROW_DECODER.decode)

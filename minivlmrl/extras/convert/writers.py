@@ -16,10 +16,7 @@ from minivlmrl.errors import UserError, truncate
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for TRL: a prompt with answers, or `messages` for several answers in a conversation.
-
-    With several answers in `completion`, TRL would also train on user turns between them.
-    """
+    """Write a row for TRL; `messages` for several answers, or TRL would train on the user turns between them."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
@@ -42,14 +39,14 @@ def plain(turn: dict) -> dict:
 
 
 def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
-    """Remove keys that exclude turns from the loss, and count these answers in `dropped`."""
+    """Remove keys that exclude turns from the loss; `dropped` counts these answers."""
     untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
     dropped.update("the mark that excludes an answer from training" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
 
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags, images, rejected answer."""
+    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
@@ -66,7 +63,7 @@ def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for verl: a prompt with <image> tags and the solution in `reward_model`, or messages for SFT."""
+    """Write a row for verl: a prompt and its solution in `reward_model`, or messages for SFT."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     solution = others.pop("solution", None)
@@ -97,14 +94,14 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as in training; return it with its images and videos, and all other columns."""
+    """Read a row as in training; return it with its media and all other columns."""
     row, media = checked_row(columns, ("problem",), columns, RowOptions(), folder)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the turns of prompt and answers, and append the answers' images to the media."""
+    """Return the turns of prompt and answers; append images in answers to the media."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -119,7 +116,7 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
 
 
 def tagged(turn: dict) -> dict:
-    """Return a turn as text, with <image> and <video> tags in place of media."""
+    """Write a turn as text, with <image> and <video> tags for media."""
     texts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -132,7 +129,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return absolute paths of the media, and count their options, such as max_pixels, in `dropped`."""
+    """Return absolute paths of the media; `dropped` counts their options, such as max_pixels."""
     listed = []
     for item in media:
         if item.kind == kind:
@@ -144,7 +141,7 @@ def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> li
 
 
 def source_of(source: str | bytes, folder: Path) -> str | dict:
-    """Return an image as an absolute path, a URI, or {"bytes": ..., "path": None} as in Hugging Face datasets."""
+    """Return an absolute path, a URI, or {"bytes": ..., "path": None} as in Hugging Face datasets."""
     if isinstance(source, bytes):
         return {"bytes": source, "path": None}
     if source.startswith("data:;"):  # base64 without a header

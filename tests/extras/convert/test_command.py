@@ -63,31 +63,6 @@ def test_tags_become_images_and_boxes(write_rows, name):
         assert answer in (answers[0]["content"], answers[0]["content"][-1])
 
 
-def test_the_unit_of_boxes_is_said(write_rows, capsys):
-    path = write_rows({"messages": FIND, **RED, **OBJECTS})
-    assert main([str(path)]) == 0
-    new = path.with_name("rows_converted.jsonl")
-    assert (
-        f"in pixels of the image file. If your model uses a different unit, such as Qwen3-VL's thousandths, run "
-        f"`python recipes/rescale_boxes.py {new} thousandths > rescaled.jsonl`" in capsys.readouterr().err
-    )
-
-
-def test_yaml_that_cannot_be_read_is_named(tmp_path, write_rows):
-    (tmp_path / "sets.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"sets\.yaml: the text is not valid YAML"):
-        main([str(tmp_path / "sets.yaml")])
-    with pytest.raises(SystemExit):
-        main([str(write_rows({"query": "a"})), "--columns=[a"])
-
-
-def test_numbers_of_tags_and_items_must_be_equal(write_rows):
-    path = write_rows({"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}})
-    message = r"rows\.jsonl:1: column 'objects' has 1 item in 'ref', but the texts contain <ref-object> 2 times"
-    with pytest.raises(ValueError, match=message):
-        main([str(path)])
-
-
 def test_a_list_of_vlm_r1_becomes_an_option(tmp_path, capsys):
     """`convert` converts the listed files, and keeps the names of files that need no change."""
     write_lines(tmp_path / "a.jsonl", [{"problem": f"a{i}", "solution": "1"} for i in range(4)])
@@ -104,13 +79,16 @@ def test_a_list_of_vlm_r1_becomes_an_option(tmp_path, capsys):
     assert [text_of(row.messages[-1]) for row in rows] == ["a2", "a3", "?"]
 
 
-@pytest.mark.parametrize("content", [
-    {}, {"datasets": [{"sampling_strategy": "all"}]}, [3],
-    {"datasets": [{"json_path": 3}]}, {"datasets": 3}, {"datasets": [{"json_path": "a", "image_folder": "b"}]},
+@pytest.mark.parametrize(("content", "expected"), [
+    ({}, "datasets is missing"), ([3], "the file is"), ({"datasets": 3}, "datasets is 3, but"),
+    ({"datasets": [{"sampling_strategy": "all"}]}, "datasets.json_path is missing"),
+    ({"datasets": [{"json_path": 3}]}, "datasets.json_path is 3, but"),
+    ({"datasets": [{"json_path": "a", "image_folder": "b"}]}, "unknown key datasets.image_folder"),
+    ("a: [", "the text is not valid YAML"),
 ])  # fmt: skip
-def test_another_yaml_file_is_named(tmp_path, content):
-    (tmp_path / "sets.yaml").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"sets\.yaml: the (file must have a list `datasets` of|keys image_folder of)"):
+def test_another_yaml_file_is_named(tmp_path, content, expected):
+    (tmp_path / "sets.yaml").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=rf"sets\.yaml: {expected}"):
         main([str(tmp_path / "sets.yaml")])
 
 
@@ -135,88 +113,89 @@ def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, 
         assert text_of(read.messages[-1]) == "How many?" and read.columns["solution"] == "2"
 
 
-def test_what_has_no_place_is_named(write_rows, capsys):
-    rows = [{"conversations": [TURNS[0] | {"id": "a"}, TURNS[1]], "id": i, "options": ["one", "two"]} for i in range(3)]
-    main([str(write_rows(*rows))])
-    message = capsys.readouterr().err
-    assert "wrote 3 rows of the layout 'conversations' to" in message
-    assert "dropped: column 'options' (3 times)\ndropped: key 'id' of turns (3 times)\n" in message
+QUESTION = {"problem": "a", "solution": "b"}
+NO_QUESTION = QUESTION | {"problem": None, "image": "red.png"}
+NO_ANSWER = {"problem": "a", "solution": None, "image": "red.png"}
+BOX = {"problem": "Find it", "images": TWO, "solution": [1, 2, 3, 4]}
+MARKED = {"messages": [user("<image> or <image>? Find it"), assistant("[1, 2, 3, 4]")], "images": TWO}
+LOSSES = {"conversations": [TURNS[0] | {"id": "a"}, TURNS[1]], "id": 3, "options": ["one", "two"]}
+PRINTED = {  # (rows, expected text, whether it is printed)
+    "unit": ([{"messages": FIND, **RED, **OBJECTS}],
+             r"in pixels of the image file.*`python recipes/rescale_boxes\.py \S*rows_converted\.jsonl thou", True),
+    "layout": ([LOSSES], "wrote 1 row of the layout 'conversations' to ", True),
+    "losses": ([LOSSES] * 3, r"dropped: column 'options' \(3 times\)\ndropped: key 'id' of turns \(3 times\)\n", True),
+    "one without question": ([QUESTION, NO_QUESTION], "1 of 2 rows have no question .*, for example ", True),
+    "all without question": ([NO_QUESTION, NO_QUESTION], "have no question", False),
+    "boxes": ([BOX, BOX | RED, BOX | {"solution": "red"}, MARKED | {"solution": "[1, 2, 3, 4]"}],
+              r"2 of 4 rows have a box and several images, for example \S*rows\.jsonl:1: rewards measure", True),
+    "no answer": ([NO_ANSWER | {"solution": "b"}, NO_ANSWER, NO_ANSWER],
+                  r"\n2 of 3 rows have no answer \(solution or completion\), for example \S*rows\.jsonl:2: SFT", True),
+    "empty solution": ([NO_ANSWER | {"solution": ""}], "no answer", False),
+    "completion": ([NO_ANSWER | {"completion": "b"}], "no answer", False),
+    "answer in messages": ([{"messages": [user("a"), assistant("b")]}], "no answer", False),
+    "pair": ([{"problem": "a", "chosen": "b", "rejected": "c"}], "no answer", False),
+}  # fmt: skip
 
 
-def test_two_layouts_that_fit_are_asked_for(write_rows):
-    path = write_rows({"query": "a", "response": "b", "instruction": "c"})
-    with pytest.raises(ValueError, match=r"the layouts query and alpaca fit; choose one: .* --layout=query$"):
-        main([str(path)])
-    assert main([str(path), "--layout=query"]) == 0
-    path = write_rows({"query": "a"}, {"conversations": TURNS})
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: no layout has"):
-        main([str(path)])
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_is_lost_or_refused_is_printed(write_rows, capsys, name):
+    rows, expected, is_printed = PRINTED[name]
+    assert main([str(write_rows(*rows))]) == 0
+    assert bool(re.search(expected, capsys.readouterr().err)) == is_printed
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    ("--columns={imag: image}", r"--columns renames 'imag', but no row has this column; did you mean image\?"),
-    ("--columns=image", r"--columns is 'image', but it must be of type dict"),
-])  # fmt: skip
-def test_columns_that_no_row_has_are_refused(write_rows, words, sentence):
-    path = write_rows({"query": "a", "image": "red.png"})
-    with pytest.raises(ValueError, match=sentence):
-        main([str(path), words])
+def test_a_file_in_our_form_stays(write_rows, capsys):
+    path = write_rows(QUESTION, {"prompt": [user("a")], "x": None})
+    assert main([str(path)]) == 0
+    assert "a run reads its 2 rows unchanged" in capsys.readouterr().err
     assert not path.with_name("rows_converted.jsonl").exists()
 
 
-def test_a_name_without_a_known_ending_is_refused(write_rows, capsys):
-    with pytest.raises(SystemExit):
-        main([str(write_rows({"query": "a"})), "--out=new.csv"])
-    assert "--out is new.csv, but its name must end with .jsonl or .parquet" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_rows_without_an_answer_are_counted(tmp_path, capsys, suffix):
+def test_two_passes_count_once(tmp_path, capsys, suffix):
     if suffix == "parquet":
         pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
     path = tmp_path / "rows.csv"
     path.write_text("question,answer\nHow many?,2\nWhich?,\nWho?,\n")
     assert main([str(path), f"--out={tmp_path / 'new'}.{suffix}"]) == 0
-    assert re.search(
-        r"\n2 of 3 rows have no answer \(solution or completion\), for example \S*rows\.csv:3: SFT and GRPO's "
-        r"accuracy refuse them\n$",
-        capsys.readouterr().err,
-    )
+    message = capsys.readouterr().err
+    assert "wrote 3 rows" in message and "\n2 of 3 rows have no answer" in message
 
 
-def test_rows_without_a_question_are_counted_beside_others(write_rows, capsys):
-    requested, shown = {"problem": "a", "solution": "b"}, {"problem": None, "solution": "b", "image": "red.png"}
-    for rows, message in (([requested, shown], True), ([shown, shown], False)):
-        assert main([str(write_rows(*rows))]) == 0
-        expected = "1 of 2 rows have no question (problem, prompt or messages), for example "
-        assert (expected in capsys.readouterr().err) == message
+TWO_LAYOUTS = {"query": "a", "response": "b", "instruction": "c"}
+REFUSED = {  # (rows, options, error message)
+    "tags": ([{"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}}], [],
+             r"rows\.jsonl:1: column 'objects' has 1 item in 'ref', but the texts contain <ref-object> 2 times"),
+    "layouts": ([TWO_LAYOUTS], [], "the layouts query and alpaca fit; choose one: .* --layout=query$"),
+    "second row": ([{"query": "a"}, {"conversations": TURNS}], [], r"rows\.jsonl:2: no layout has"),
+    "renamed": ([{"query": "a", "image": "red.png"}], ["--columns={imag: image}"],
+                r"--columns renames 'imag', but no row has this column; did you mean image\?"),
+    "columns": ([{"query": "a"}], ["--columns=image"], "--columns is 'image', but it must be of type dict"),
+    "itself": ([QUESTION], ["--out=rows.jsonl"], r"--out is rows\.jsonl, which is the file that is converted"),
+}  # fmt: skip
 
 
-def test_boxes_of_rows_with_several_images_are_counted(write_rows, capsys):
-    row = {"problem": "Find it", "images": TWO, "solution": [1, 2, 3, 4]}
-    marked = {"messages": [user("<image> or <image>? Find it"), assistant("[1, 2, 3, 4]")], "images": TWO}
-    path = write_rows(row, row | RED, row | {"solution": "red"}, marked | {"solution": "[1, 2, 3, 4]"})
-    assert main([str(path)]) == 0
-    expected = r"2 of 4 rows have a box and several images, for example \S*rows\.jsonl:1: rewards measure boxes in"
-    assert re.search(expected, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("answer", [
-    {"problem": "a", "solution": ""}, {"problem": "a", "completion": "b"}, {"messages": [user("a"), assistant("b")]},
-    {"problem": "a", "chosen": "b", "rejected": "c"}, {"problem": "a", "solution": None},
-])  # fmt: skip
-def test_an_answer_may_have_any_form(write_rows, capsys, answer):
-    assert main([str(write_rows(answer | {"image": "red.png"}))]) == 0
-    assert ("1 of 1 rows have no answer" in capsys.readouterr().err) == (None in answer.values())
-
-
-def test_a_file_in_our_form_stays(write_rows, capsys):
-    path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
-    assert main([str(path)]) == 0
-    assert "a run reads its 2 rows unchanged" in capsys.readouterr().err
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_named(write_rows, monkeypatch, name):
+    rows, options, message = REFUSED[name]
+    path = write_rows(*rows)
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(ValueError, match=message):
+        main([str(path), *options])
     assert not path.with_name("rows_converted.jsonl").exists()
-    with pytest.raises(ValueError, match=r"--out is .*rows\.jsonl, which is the file that is converted"):
-        main([str(path), f"--out={path}"])
+
+
+def test_a_layout_can_be_chosen(write_rows):
+    assert main([str(write_rows(TWO_LAYOUTS)), "--layout=query"]) == 0
+
+
+@pytest.mark.parametrize(("option", "message"), [
+    ("--out=new.csv", "--out is new.csv, but its name must end with .jsonl or .parquet"), ("--columns=[a", "--columns"),
+])  # fmt: skip
+def test_options_without_meaning_are_refused(write_rows, capsys, option, message):
+    with pytest.raises(SystemExit):
+        main([str(write_rows({"query": "a"})), option])
+    assert message in capsys.readouterr().err
 
 
 def test_rows_may_have_different_columns_in_a_table(tmp_path):

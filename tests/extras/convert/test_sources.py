@@ -175,19 +175,20 @@ def test_folders_of_save_to_disk_are_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("state", "expected"), [
-    ("{}", "_data_files must list files of this folder, but it is None"),
-    ('{"_data_files": [3]}', "_data_files must list files of this folder"),
-    ('{"_data_files": [{"filename": "../rows.arrow"}]}', "_data_files must list files of this folder"),
-    ('{"_data_files": [{"filename": "lost.arrow"}]}', "lost.arrow: the file cannot be read"),
+    ("{}", "state.json: the file cannot be read"), ('{"_data_files": [3]}', "state.json: the file cannot be read"),
+    ('{"_data_files": [{"filename": "../rows.arrow"}]}', r"/saved/rows\.arrow: the file cannot be read"),
     ('{"_data_files": [{"filename": "cut.arrow"}]}', "cut.arrow: the file cannot be read"),
     ("[", "the text is not valid JSON"),
 ])  # fmt: skip
 def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, state, expected):
     pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    (tmp_path / "state.json").write_text(state)
-    (tmp_path / "cut.arrow").write_bytes(b"ARROW1 and no more")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "state.json").write_text(state)
+    (folder / "cut.arrow").write_bytes(b"ARROW1 and no more")
+    (tmp_path / "rows.arrow").write_bytes(b"a file of another folder")
     with pytest.raises(ValueError, match=expected):
-        main([str(tmp_path)])
+        main([str(folder)])
 
 
 @pytest.mark.parametrize("name", ["none.csv", "none.jsonl", "none"])
