@@ -109,7 +109,7 @@ FAULTS = {
         check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
-        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
+        check=("4 of 8 rows of grpo have an empty solution, which reward accuracy", "write a solution")),
     # faults of demonstrations
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
@@ -130,7 +130,7 @@ FAULTS = {
         check=("8 of 8 images in the evaluation rows are identical to images in the training rows", "Use different")),
     "an empty solution of an evaluation row": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
-        check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution")),
+        check=("1 of 8 rows of eval have an empty solution, which reward accuracy", "write a solution")),
     "two names for one label": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
         check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label")),

@@ -25,7 +25,6 @@ from minivlmrl.extras.check.preflight import (
     describe_boxes,
     describe_hardware,
     describe_model,
-    empty_solutions,
     find_mistakes,
     try_rewards,
 )
@@ -220,7 +219,7 @@ def notes(*options, **datasets):
 
 def notes_of(config, **datasets):
     trainers = {name: find_trainer(name, config) for name in config.stage_names}
-    return [*collect_notes(config, trainers), *find_mistakes(config, datasets), *empty_solutions(config, datasets)]
+    return [*collect_notes(config, trainers), *find_mistakes(config, datasets)]
 
 
 def test_boxes_of_rows_with_several_images_are_said(write_rows):
@@ -243,7 +242,6 @@ def test_other_prompts_than_those_of_the_trained_folder_are_said(tmp_path):
 
 
 def test_an_empty_solution_is_said(write_rows):
-    """`check` finds it in the same rows."""
     rows = FileDataset(write_rows(*({"problem": "a", "solution": text} for text in ("red", "", " "))))
     [note] = notes(grpo=rows)
     assert note.startswith("2 of 3 rows of grpo have an empty solution, which reward accuracy does not score (the")

@@ -39,9 +39,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
-    lines = [f"- {sentence}" for sentence in sentences]
-    print("\n".join(lines) or "No problems were found.")
-    return int(bool(lines))
+    print("\n".join(f"- {sentence}" for sentence in sentences) or "No problems were found.")
+    return int(bool(sentences))
 
 
 def check(config: RunConfig) -> Iterator[str]:
@@ -66,7 +65,6 @@ def check(config: RunConfig) -> Iterator[str]:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
         yield from check_trial(make_trial(config, rows_of["prompts"], processor), rows_of["prompts"])
-    print(end="".join(describe_skipped(stage, datasets[stage]) for stage in stages))
     process_group.shutdown(world)
 
 
@@ -79,32 +77,20 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
-    """Return a dataset without unreadable rows, as with data.skip_unreadable."""
+    """Leave out unreadable rows, as data.skip_unreadable does."""
     if not isinstance(rows, FileDataset):
         return rows  # images of tasks are readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
 class ReadableRows(FileDataset):
-    """A dataset with the next readable row in place of an unreadable one."""
+    """Dataset with the next readable row for an unreadable one."""
 
     def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
         self.facts = rows.facts
         self.rows = rows
         self.use = use
-        self.failures: dict[int, ValueError] = {}  # {row index: error}
 
     def __getitem__(self, index: int) -> Row:
-        row, _, failures = next_readable(self.rows, index, self.use)
-        self.failures |= failures
+        row, *_ = next_readable(self.rows, index, self.use)
         return row
-
-
-def describe_skipped(stage: str, rows: Dataset) -> str:
-    failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
-    if not failures:
-        return ""
-    return (
-        f"{len(failures)} of the checked rows of {stage} are unreadable and will be skipped "
-        f"(data.skip_unreadable), for example {failures[0]}\n"
-    )

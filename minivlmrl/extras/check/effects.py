@@ -1,8 +1,7 @@
-"""Find the options that a recipe sets although they have no effect because of another option.
+"""Find options that a recipe sets, but that have no effect because of another option.
 
-Such an option is not an error, so a recipe can be changed with a single option, as in --grpo.num_iterations=1; a run
-only prints a note. Options that contradict each other are errors, which are raised in minivlmrl/config/options.py,
-where the options are defined.
+A run prints a note about them, no error: a single option can then change a recipe, as in --grpo.num_iterations=1.
+Contradictions are errors, in config/options.py.
 """
 
 import inspect
@@ -17,17 +16,17 @@ from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
-# (options, reason why they have no effect, function that tells whether the rule applies to a recipe)
+# (options, why they have no effect, condition)
 Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
 def on_policy(config: RunConfig) -> bool:
-    """Return True if GRPO takes one optimizer step per rollout, so every ratio of new to old probabilities is 1."""
+    """Return True for one optimizer step per rollout: all probability ratios are 1."""
     return config.grpo.num_iterations * config.grpo.steps_per_generation == 1
 
 
 def own_loss(config: RunConfig) -> bool:
-    """Return True if the GRPO loss is a user's function, which may use any option of grpo."""
+    """Return True for a user's GRPO loss, which may use any option of grpo."""
     return ":" in config.grpo.loss_type
 
 
@@ -123,7 +122,7 @@ RULES: list[Rule] = [
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield the options that a recipe sets but that have no effect, together with the reason."""
+    """Yield (options, reason) for options that a recipe sets without effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
@@ -138,11 +137,11 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield options that have no effect in a recipe, whether the recipe sets them or not, together with the reason."""
+    """Yield (options, reason) for options without effect, set or not."""
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # the reward reward_model loads this model
+            if "reward_model" in config.rewards:  # loads this model
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data
@@ -174,7 +173,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
 
 
 def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
-    """Yield the options for which a user's loss or advantage function has no parameter."""
+    """Yield options for which a user's loss or advantage function has no parameter."""
     of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
     for option, text, names in (
         ("loss_type", section.loss_type, of_losses),
@@ -190,7 +189,7 @@ def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[lis
 
 
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
-    """Return True if the value of an option, such as "grpo.beta", differs from its default."""
+    """Return True if an option such as "grpo.beta" differs from its default."""
     path, _, name = option.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return getattr(section, name) != getattr(type(section)(), name)

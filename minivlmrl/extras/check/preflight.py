@@ -1,4 +1,4 @@
-"""Check a recipe before the first optimizer step, and print notes about the device, the model and the options."""
+"""Check a recipe before the first optimizer step; describe device, model and options."""
 
 import math
 import sys
@@ -37,13 +37,13 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # rows whose solutions are checked, in a few seconds
-NUM_IMAGES = 16  # rows whose boxes are compared with the image size
-TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
+NUM_SOLUTIONS = 10_000  # checked solutions, in a few seconds
+NUM_IMAGES = 16  # images with checked boxes
+TYPICAL_WEIGHT = 0.01  # magnitude in models with billions of parameters
 
 
 class Preflight(Callback):
-    """Callback that checks a recipe, its rows and its rewards before the first step, and describes them."""
+    """Check and describe recipe, rows and rewards before the first step."""
 
     mistakes: Sequence[str] = ()  # for a run; `check` lists its own findings
 
@@ -76,7 +76,7 @@ class Preflight(Callback):
             describe_thought(processor)
             print_all(collect_notes(config, trainers))
             print_all(describe_boxes(trainers, datasets, processor))
-            self.mistakes = [*find_mistakes(config, datasets), *empty_solutions(config, datasets)]
+            self.mistakes = list(find_mistakes(config, datasets))
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         print_all(self.mistakes)
@@ -89,10 +89,9 @@ def print_all(notes: Iterable[str]):
 
 @contextmanager
 def fresh_import() -> Iterator[None]:
-    """Context manager that loads the user's files again for its block, so that a call cannot change the run's modules.
+    """Context manager: load the user's files again, to leave the run's modules unchanged.
 
-    For example, a reward could count its calls in a variable of its module. A resumed run makes the trial call again,
-    and would otherwise continue with a different count.
+    Example: a reward counts its calls in a global variable. A resumed run repeats the trial call, which must not count.
     """
     of_run = loaded_modules()
     for name in of_run:
@@ -100,7 +99,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # A file that the call has imported is remembered, because a resumed run compares all code files.
+        # with files that the call imported: a resumed run compares all code files
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
@@ -117,7 +116,7 @@ def loaded_modules() -> dict[str, ModuleType]:
 
 
 def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
-    """Yield (stage, or "eval" for held-out rows, dataset, rewards) for rows whose completions are scored."""
+    """Yield (stage or "eval", dataset, rewards) where completions are scored."""
     for stage, rows in datasets.items():
         if stage == "eval":
             yield stage, rows, held_out_rewards(config)
@@ -125,8 +124,14 @@ def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tup
             yield stage, rows, training_rewards(config)
 
 
+def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, FileDataset, list[Reward]]]:
+    for stage, rows, rewards in scored_rows(config, datasets):
+        if isinstance(rows, FileDataset):
+            yield stage, rows, rewards
+
+
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call each reward function with a made-up completion and a first row, to find errors in it before training."""
+    """Call the rewards with an invented completion and the first row, to find their errors before training."""
     ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
@@ -138,11 +143,9 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
 
 
 def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
-    """Raise ValueError if no answer can equal the solution of a row, for example if its box is outside the image."""
-    for _, rows, rewards in scored_rows(config, datasets):
+    """Raise ValueError if no answer can equal a solution, such as a box outside the image."""
+    for _, rows, rewards in scored_files(config, datasets):
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
-        if not (rewards and isinstance(rows, FileDataset)):
-            continue
         for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:
             names = facts.file.constants.get("row_rewards")
             with error_context(facts.where):
@@ -157,7 +160,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
             size = None
-            with suppress(ValueError):  # an unreadable image ends the run, or is skipped, when it is used
+            with suppress(ValueError):  # unreadable: an error or a skipped row later
                 size = row.images[0].size if row.images else None
             with error_context(row.where):
                 if size is not None:
@@ -165,7 +168,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Test the kernels on a GPU, and print the device, the number of ranks and the kernels."""
+    """Print device, number of ranks and kernels, which a GPU tests first."""
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
@@ -187,7 +190,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """Print the text that a reasoning model's chat template puts at the beginning of each answer, such as <think>."""
+    """Print what a reasoning model's chat template writes before each answer, such as <think>."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     generation_prefix = processor.template.generation_prefix
@@ -198,7 +201,7 @@ def describe_thought(processor: Processor):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield warnings about options that no stage of the recipe uses."""
+    """Yield notes about options that no stage uses."""
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
     for options, reason in options_without_effect(config, trainers):
@@ -206,13 +209,11 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
 
 
 def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a warning if rewards compare boxes in rows with several images."""
-    for stage, rows, rewards in scored_rows(config, datasets):
+    """Yield a note if rewards compare boxes in rows with several images."""
+    for stage, rows, rewards in scored_files(config, datasets):
         names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
-        if not (names and isinstance(rows, FileDataset)):
-            continue
         several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
-        if several:
+        if names and several:
             yield (
                 f"{len(several)} of {pluralize(len(rows), 'row')} of {stage} have a box and several images (the first "
                 f"is {several[0]}), but reward {names[0]} measures boxes in the first image; put the image of the box "
@@ -231,12 +232,10 @@ def other_prompts(config: RunConfig) -> Iterator[str]:
 
 
 def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a warning if rows have an empty solution, which the reward `accuracy` leaves out."""
-    for stage, rows, rewards in scored_rows(config, datasets):
-        if not (any(reward.name == "accuracy" for reward in rewards) and isinstance(rows, FileDataset)):
-            continue
+    """Yield a note about empty solutions, which the reward `accuracy` leaves out."""
+    for stage, rows, rewards in scored_files(config, datasets):
         empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
-        if empty:
+        if empty and any(reward.name == "accuracy" for reward in rewards):
             yield (
                 f"{len(empty)} of {pluralize(len(rows), 'row')} of {stage} have an empty solution, which reward "
                 f"accuracy does not score (the first is {empty[0]}); write a solution, or remove the row"
@@ -244,16 +243,17 @@ def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about likely mistakes, such as evaluation rows that are also training rows."""
+    """Yield notes about likely mistakes, such as evaluation rows that are training rows."""
     if "format" in config.rewards and config.data.answer_format != "tags":
         yield (
             f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
             'would be a part of the answer; leave out format, as in "--rewards={accuracy: 1.0}"'
         )
     yield from boxes_of_several_images(config, datasets)
+    yield from empty_solutions(config, datasets)
     yield from other_prompts(config)
     dtype = DTYPES[config.model.dtype]
-    # Float32 adapters lose no small updates, and adamw_8bit adds lost updates to the next ones.
+    # no loss: float32 adapters, adamw_8bit (carries the rounding error)
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -271,7 +271,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
             )
         rate = options.learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # weights above this value never change
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights never change
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "
@@ -281,7 +281,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 
 def rows_trained_on(held_out, rows) -> list[int]:
-    """Return the indices of the held-out rows whose prompt and images also occur in a training row."""
+    """Return indices of held-out rows with prompt and images of a training row."""
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# texts without an answer: the policy would learn to write those with a high reward
+# texts without an answer, which must not score high
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -37,10 +37,10 @@ REWARD_HACK_PROBES = {
 }
 
 
-NOISE = 1e-6  # larger differences for the same completion are random
+NOISE = 1e-6  # tolerance for two scores of one completion
 NUM_ANSWERS = 64  # rows whose answers are compared with solutions
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # such as "B. horse"
-MAX_FORMS = 8  # maximum elements of a solution tried as answers
+MAX_FORMS = 8  # elements of a solution tried as answers
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Trial:
     max_new_tokens: int = 64  # longest text, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute rewards (rows, K) of one text per row, as if sampled."""
+        """Compute rewards (rows, K) for one sampled text per row."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -63,26 +63,24 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Score one answer per row, in the form of data.answer_format."""
+        """Score one answer per row, formatted by data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
         """Return solutions as texts, such as 3 or 3.0, whichever scores higher."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
-        if all(len(texts) == 1 for texts in forms):
-            return [texts[0] for texts in forms]
         totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)]
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Score several answers per row; return (answers, K) per row."""
+        """Score several answers per row: (answers, K) each."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Choose 16 rows for the test of rewards, without reward models."""
+    """Choose 16 rows to test the rewards, except reward models."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -90,7 +88,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that demonstrations of sft get high rewards in a later stage."""
+    """Check that a later stage rewards the demonstrations of sft."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -117,8 +115,8 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether answers contradict the column `solution`.
 
-    Counted: good answers with a low reward, bad answers with a high one (above half of the highest), rejected answers
-    above the chosen one.
+    Such as a good answer with at most half of the highest reward, a bad one with more, or a rejected answer above the
+    chosen one.
     """
     names = trainer.answers
     # not for tasks, which may teach a format with wrong answers
@@ -153,7 +151,7 @@ def answer_text(row: Row, name: str) -> str:
 
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check that box rewards can parse the boxes of answers."""
+    """Check that box rewards can parse the answers."""
     box_rewards = ("iou", "acc_0_5", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unparsed = []
@@ -170,21 +168,19 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check that correct answers score higher than texts that do not depend on the image."""
+    """Check that correct answers score higher than texts written without the image."""
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
     right_answers = trial.right_answers()
     right_values = trial.score_answers(right_answers)
     if has_solutions:
-        yield from check_empty(trial, solutions)
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
     probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
-    text_lists = []  # n texts per probe, then the correct answers
-    for text in probes.values():
-        text_lists.append([text.replace("{question}", text_of(row.messages[-1])) for row in rows])
+    # texts per probe, then the correct answers
+    text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
-    # (number of texts, n rows, K rewards)
+    # (texts, rows, K)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     if required_columns(trial.rewards):
@@ -211,26 +207,26 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
     """Check that correct answers have a higher total reward than texts without an answer.
 
     Args:
-        totals: means of the empty text, of the other texts in `names`, and of correct answers.
+        names: texts, first the empty one.
+        totals: their mean rewards, last that of correct answers.
     """
     *others, right_mean = totals
+    highest, name = max(zip(others, names, strict=True))
     if right_mean <= others[0]:
         yield (
             "Correct answers do not score higher than empty texts. Check the weights of the rewards, the columns that "
             "the rewards read, and data.answer_format, which says how correct answers are written."
         )
-        return
-    best = max(range(len(others)), key=others.__getitem__)
-    if has_solutions and others[best] > right_mean:
+    elif has_solutions and highest > right_mean:
         yield (
-            f"Correct answers score less than {names[best]}: {right_mean:.2f} against "
-            f"{others[best]:.2f} in total, so the policy would learn to write that text. Check the "
+            f"Correct answers score less than {name}: {right_mean:.2f} against "
+            f"{highest:.2f} in total, so the policy would learn to write that text. Check the "
             "weights of the rewards, for example of a reward that grows with the number of tokens."
         )
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that rewards are deterministic, by scoring the same texts again."""
+    """Check that the same texts score the same again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -247,12 +243,9 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check whether a reward expects a text that no model would write, such as "['cat', 'kitten']".
 
-    A model writes an element of a list, the letter of a choice (even if the solution is its number), or a box in its
-    own unit.
+    A model writes an element of a list, the letter of a choice, or a box in its own unit.
     """
     forms = [answer_forms(row, trial.processor) for row in trial.rows]
-    if all(len(texts) == 1 for texts in forms):
-        return
     of_forms = trial.of_forms(forms)
     for k, reward in enumerate(trial.rewards):
         faults = []
@@ -271,25 +264,10 @@ def check_forms(trial: Trial) -> Iterator[str]:
             )
 
 
-def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check that rewards accept "none" for an empty solution."""
-    num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
-    if not num_empty:
-        return
-    empty = trial.rows[0].columns | {"solution": "", "row_rewards": None}
-    values = replace(trial, rows=[replace(trial.rows[0], columns=empty)]).score_answers(["none"])[0]
-    for reward, value in zip(trial.rewards, values.tolist(), strict=True):
-        if not value > 0 and "solution" in reward.columns:  # 0 or NaN
-            yield (
-                f"{num_empty} of {len(solutions)} {rows_name} have an empty solution, which reward {reward.name} does "
-                "not score. Write a solution for these rows, or remove the rows."
-            )
-
-
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
+    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
 
-    Not for labels with digits: 1-5 and 15 differ only in a hyphen.
+    Without labels with digits: 1-5 and 15 differ.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters -> solutions, most frequent first
@@ -318,9 +296,9 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether the most frequent solution as constant answer scores as high as correct answers.
+    """Check whether always answering the most frequent solution scores as high as correct answers.
 
-    Example: if 70 % of the solutions are "no", always "no" scores 0.7, correct answers 1.
+    Example: with 70 % "no", it scores 0.7, and correct answers score 1.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -334,7 +312,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # far higher: the reward cannot read correct answers, reported elsewhere
+    # far higher: correct answers are unreadable, reported elsewhere
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -344,7 +322,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward is the same for every text."""
+    """Check whether a reward ignores the text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -353,7 +331,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward is high for a text that is no answer."""
+    """Check whether a text without an answer scores high."""
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -363,7 +341,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a reward is high for a list of all solutions, such as "cat, dog, horse"."""
+    """Check whether a list of all solutions scores high, such as "cat, dog, horse"."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -377,16 +355,13 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward's cache ignores the solution: same text, same value in every row."""
-    if trial.processor.answer_format == "whole":  # no two texts contain the same answer
+    """Check whether a reward caches values by text, and so ignores the solution."""
+    solutions = [row.columns.get("solution") for row in trial.rows]
+    # whole: no two texts contain the same answer
+    if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
-    pairs = []  # (answer, its row, a row with another solution)
-    for row, answer in zip(trial.rows, trial.right_answers(), strict=True):
-        others = (other for other in trial.rows if other.columns.get("solution") != row.columns.get("solution"))
-        pairs += [(answer, row, other) for other in islice(others, 1)]
-    if not pairs:
-        return
-    answers, rows, others = map(list, zip(*pairs, strict=True))
+    answers, rows = trial.right_answers(), [*trial.rows]
+    others = [next(x for x in rows if x.columns.get("solution") != solution) for solution in solutions]
 
     def score(first_rows: list[Row], second_rows: list[Row], thought: str) -> tuple[Tensor, ...]:
         texts = [format_completion(answer, trial.processor, thought) for answer in answers]
@@ -404,7 +379,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Format an answer by data.answer_format, such as between <answer> tags."""
+    """Write an answer as data.answer_format says."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)
@@ -417,10 +392,10 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return possible correct answers of a row, `str(solution)` last.
+    """Return forms of a row's correct answer, last `str(solution)`.
 
-    Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. "horse" gives `B`
-    and `horse` if the prompt lists "B. horse", the index "1" gives `B` and `1`. Boxes are in the unit of the model.
+    Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
+    "B. horse", "horse" gives `B` and `horse`, the index "1" gives `B` and `1`. Boxes are in the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -444,7 +419,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
 
 
 def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
-    """Convert true boxes from pixels of the file to the unit of answers, as text."""
+    """Write true boxes, in pixels of the file, in the unit of answers."""
     size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
     if size is None or extent is None or size == extent:
         return []

@@ -19,18 +19,14 @@ NUM_MEASURED = 16  # rows measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Yield a summary of the rows per stage, and notes about what is not read as written.
-
-    Raises:
-        ValueError: a row is unreadable, and data.skip_unreadable is False.
-    """
+    """Yield a summary of the rows per stage, and notes about what is not read as written."""
     for name, rows in datasets.items():
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
         if isinstance(rows, FileDataset):
-            for note in (describe_unread(rows), describe_literal_tokens(rows, processor.tokenizer.structure)):
-                if note is not None:
-                    yield f"rows of {name}: {note}"
+            yield from (f"rows of {name}: {note}" for note in describe_unread(rows))
+            structure = processor.tokenizer.structure
+            yield from (f"rows of {name}: {note}" for note in describe_literal_tokens(rows, structure))
 
 
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
@@ -56,11 +52,11 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 
 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
-    """Choose rows for the summary: unreadable ones, and from the shortest to the longest, without slow videos."""
-    if not isinstance(rows, FileDataset):  # the rows of data.task are all similar
+    """Choose rows for the summary: unreadable ones, and 16 from the shortest to the longest, without slow videos."""
+    if not isinstance(rows, FileDataset):  # data.task: similar rows
         return list(range(min(len(rows), NUM_MEASURED)))
     counter = patch_counter(processor)
-    readable = []  # (estimated tokens in the prompt, index of the row)
+    readable = []  # (estimated prompt tokens, row index)
     unreadable = []
     for index, facts in enumerate(rows.facts):
         num_tokens = image_tokens(facts, counter) + text_bytes(facts) / TOKEN_BYTES
@@ -68,12 +64,10 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
             readable.append((num_tokens, index))
         elif not facts.num_videos:
             unreadable.append(index)
-    if not readable:
-        return unreadable
     readable.sort()
-    last = len(readable) - 1
-    places = {round(last * i / (NUM_MEASURED - 1)) for i in range(NUM_MEASURED)}
-    return [*unreadable, *(readable[place][1] for place in sorted(places))]
+    last = max(len(readable) - 1, 0)
+    places = {round(last * i / (NUM_MEASURED - 1)): None for i in range(NUM_MEASURED)}
+    return [*unreadable, *(index for place in places for _, index in readable[place : place + 1])]
 
 
 def count_media(rows: Dataset) -> str:
@@ -83,7 +77,7 @@ def count_media(rows: Dataset) -> str:
         if len(rows.files) > 1 or num_rows != len(rows):
             return f"{len(rows)} selected out of {num_rows} in {pluralize(len(rows.files), 'file')}"
         counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
-    else:  # the rows of data.task are all similar
+    else:  # data.task: similar rows
         counts = Counter({(len(rows[0].images), 0): len(rows)})
     listed = []
     for (num_images, num_videos), number in counts.items():
@@ -93,13 +87,13 @@ def count_media(rows: Dataset) -> str:
     return f"{len(rows)} ({text})" if len(counts) > 1 else text
 
 
-def describe_unread(rows: FileDataset) -> str | None:
-    """Return a note about columns that nothing reads, or None."""
+def describe_unread(rows: FileDataset) -> Iterator[str]:
+    """Yield a note about columns that nothing reads."""
     given = set().union(*(file.given for file in rows.files))
     replaced = given & (REWARD_ARGUMENTS - {"images"})
     names = sorted({*rows.unread} | replaced)
     if not names:
-        return None
+        return
     others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     listed = ", ".join(f"{name:.40}" for name in names[:MAX_NAMES])
     note = f"no stage and no reward reads the columns {listed}{others}"
@@ -107,26 +101,22 @@ def describe_unread(rows: FileDataset) -> str | None:
         note += (
             f"; rewards receive other values for {' and '.join(sorted(replaced))} from minivlmrl; see docs/rewards.md"
         )
-    return note
+    yield note
 
 
-def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> str | None:
-    """Return a note about rows whose texts spell a special token, or None.
+def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> Iterator[str]:
+    """Yield a note about rows whose texts spell a special token.
 
     Args:
-        structure: special tokens that only a chat template may write.
+        structure: tokens that only a chat template may write.
     """
-    literal_tokens = [
-        names for facts in rows.facts if (names := [name for name in facts.literal_tokens if name in structure])
-    ]
-    if not literal_tokens:
-        return None
-    names = sorted({name for names in literal_tokens for name in names})
-    return (
-        f"{len(literal_tokens)} of {len(rows)} rows spell {', '.join(names)} in their texts. These names are encoded "
-        "as ordinary letters, because only the chat template writes the tokens of a conversation; remove them from the "
-        "texts"
-    )
+    literal_tokens = [names for facts in rows.facts if (names := {*structure}.intersection(facts.literal_tokens))]
+    if literal_tokens:
+        yield (
+            f"{len(literal_tokens)} of {len(rows)} rows spell {', '.join(sorted(set().union(*literal_tokens)))} in "
+            "their texts. These names are encoded as ordinary letters, because only the chat template writes the "
+            "tokens of a conversation; remove them from the texts"
+        )
 
 
 def describe_boxes(

@@ -17,7 +17,7 @@ from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
 TASK_ROWS = 1000  # checked rows of a task, which are similar
-MAX_MARKUP_TOKENS = 64  # maximum tokens that a chat template adds to an answer
+MAX_MARKUP_TOKENS = 64  # per answer, from the chat template
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for several system messages, and for images before the text in only some rows."""
     num_two_systems = 0
-    image_orders = Counter()  # image after the text -> questions
+    image_orders = Counter()  # {image after the text: questions}
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -68,7 +68,7 @@ def check_duplicates(all_rows: Dataset) -> Iterator[str]:
     if not isinstance(all_rows, FileDataset):
         return
     counts = Counter(all_rows.prompt_hashes)
-    first_rows = {}  # digest of prompt and images -> first row
+    first_rows = {}  # {digest of prompt and images: row}
     faults = []
     for index, prompt_hash in enumerate(all_rows.prompt_hashes):
         if counts[prompt_hash] > 1:
@@ -99,13 +99,8 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Check for prompts above 8192 tokens, missing images, and images shrunk to one token."""
+    """Check for missing images, and for images shrunk to one token."""
     prompts = [row.prompt(processor) for row in rows]
-    longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
-    if longest_prompt > 8192:
-        yield (
-            f"A prompt has {longest_prompt} tokens, which is more than 8192. Lower data.max_pixels or shorten the text."
-        )
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
         yield (
@@ -120,8 +115,8 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for prompts that contain the solution, unless they list all answers ("Is it a cat or a dog?")."""
-    answers = []  # per row, letters of correct answers
+    """Check for prompts that contain the solution, unless they list all ("Is it a cat or a dog?")."""
+    answers = []  # letters of correct answers, per row
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
@@ -133,9 +128,7 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     }
     for place, turns in places.items():
         texts = [" ".join(letters_of(text_of(turn)) for turn in of_row) for of_row in turns]
-        num_revealed = 0
-        for answer, text in zip(answers, texts, strict=True):
-            num_revealed += reveals(text, answer)
+        num_revealed = sum(map(reveals, texts, answers))
         reveals_others = [reveals(texts[0], answer) for answer in answers if answer != answers[0]]
         lists_few = sum(reveals_others) < len(reveals_others) / 3
         if len(rows) > 3 and num_revealed > 0.8 * len(rows) and lists_few:
@@ -165,7 +158,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Keep lower-case letters and digits: "Ice-Cream 2" gives "icecream2"."""
+    """Reduce to letters and digits: "Ice-Cream 2" gives "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
@@ -184,23 +177,19 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
     """Check that training answers end with a stop token."""
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids
-    if stop_ids is None:
-        stop_ids = processor.stop_token_ids
+    stop_ids = processor.stop_token_ids if stop_ids is None else stop_ids
     max_new_tokens = config.sampling.max_new_tokens
     samples_later = any(find_class(stage).samples_completions for stage in config.stages)
     for name in names:
-        id_lists = []
-        for row in rows:
-            windows = encode_windows(processor, row.messages, getattr(row, name))
-            id_lists += [turn.ids for _, turn in windows]
+        windows = (encode_windows(processor, row.messages, getattr(row, name)) for row in rows)
+        id_lists = [turn.ids for of_row in windows for _, turn in of_row]
         last_ids = {int(answer_ids[-1]) for answer_ids in id_lists} - set(stop_ids)
         if last_ids:
             yield (
                 f"An answer in the field {name} ends with the token id {min(last_ids)}, which is "
                 "not a stop token. Add this id to sampling.stop_token_ids, or remove that option."
             )
-        lengths = list(map(len, id_lists))
-        lengths += answer_lengths(all_rows, name, processor, max_new_tokens)
+        lengths = [*map(len, id_lists), *answer_lengths(all_rows, name, processor, max_new_tokens)]
         if samples_later and max(lengths) > max_new_tokens:
             yield (
                 f"An answer in the field {name} has {max(lengths)} tokens, but "
@@ -209,7 +198,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield token counts of answers without images, except short ones: 50 bytes have at most 50 tokens."""
+    """Yield token counts of long answers without images: 50 bytes are at most 50 tokens."""
     for row in without_media(all_rows):
         answer = getattr(row, name)
         num_bytes = len(repr(answer).encode())
@@ -219,7 +208,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
-    """Sample at most `count` rows with a fixed seed, in the order of the dataset."""
-    # at random: evenly spaced rows may be of one kind
+    """Sample at most `count` rows, in dataset order."""
+    # fixed seed; evenly spaced rows may be of one kind
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]
