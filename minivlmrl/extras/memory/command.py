@@ -3,10 +3,9 @@
 minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-Weights are not read. Rows are measured if they exist; otherwise, or with --text_tokens or --image_tokens, all prompts
-are assumed to be of the same size. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for the free memory
-of this machine's GPU. For a known GPU, `memory` also prints the minimum time per training step. How the estimate works:
-extras/memory/estimate.py.
+Reads no weights. Existing rows are measured; otherwise, or with --text_tokens or --image_tokens, all prompts have one
+assumed size. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto: free memory of this machine's GPU. For a
+known card, it also prints the minimum time per training step.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from minivlmrl.extras.memory.estimate import (
     sampling_batch,
 )
 from minivlmrl.extras.memory.flops import CARDS, Card, active_share, find_card, flops_by_input
-from minivlmrl.extras.memory.memory_check import measure_datasets, refusal, written_bytes
+from minivlmrl.extras.memory.memory_check import describe_written, measure_datasets, refusal, two_digits
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import DTYPES, load_processor
@@ -106,7 +105,7 @@ def row_text(row: RowSize) -> str:
 
 
 def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return memory in bytes and data sheet for --gpu_memory."""
+    """Return bytes of memory, and the data sheet of a known card."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
@@ -120,10 +119,10 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the minimum seconds per phase of a training step on one GPU, from its data sheet.
+    """Return minimum seconds per phase of a training step on one GPU, from its data sheet.
 
-    Assumptions: all prompts are as long as the longest, matrix products run at peak rate, and a decode step reads
-    decoder weights and KV cache once. Not counted: attention, activation functions, CPU.
+    All prompts count as the longest, matrix products run at peak rate, a decode step reads decoder weights and KV cache
+    once. Not counted: attention, activation functions, CPU.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -161,7 +160,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Count bytes that a decode step reads and writes for the decoder weights."""
+    """Count decoder-weight bytes that a decode step reads and writes."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
@@ -176,43 +175,29 @@ def least_seconds_text(seconds: dict[str, float]) -> str:
     )
 
 
-def two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):g}"
-
-
 def disk_text(question: MemoryQuestion) -> str:
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
-    written = ", ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
-    advice = (
-        " (save: adapter keeps checkpoints small)"
-        if question.config.adapter.r and question.config.save == "merged"
-        else ""
-    )
+    is_merged = question.config.adapter.r and question.config.save == "merged"
     return (
         f"disk: {two_digits(weights / GB)} GB of weights are downloaded to HF_HOME, about 6 GB of wheels are "
-        f"installed, and at most {written} are written to output_dir{advice}"
+        f"installed, and at most {describe_written(question)} are written to output_dir"
+        f"{' (save: adapter keeps checkpoints small)' if is_merged else ''}"
     )
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the prompt size from --text_tokens, --image_tokens and --frames."""
-    given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
-    return RowSize(**{name: value for name, value in given.items() if value is not None})
+    names = "text_tokens", "image_tokens", "frames"
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return RowSize(**given)
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
-    """Open a recipe's dataset, and the processor that counts tokens.
-
-    Returns:
-        None if the recipe names no rows, files do not exist, or the model folder has no tokenizer
-    """
+    """Open a recipe's rows, and the processor that counts tokens; None if a file is missing."""
     data = config.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
-    named = [file for file in files if file]
-    is_complete = data.task is not None or (bool(named) and all(split_of(f)[0].exists() for f in named))
-    if not is_complete or not (folder / "tokenizer.json").is_file():
-        return None
-    if data.eval_file and not split_of(data.eval_file)[0].exists():
+    has_rows = data.task is not None or any(files)
+    paths = [split_of(file)[0] for file in (*files, data.eval_file) if file]
+    if not (has_rows and all(path.exists() for path in (*paths, folder / "tokenizer.json"))):
         return None
     trainers = find_trainers(config)
     datasets = load_datasets(config, {stage: trainer.needs for stage, trainer in trainers.items()})
@@ -238,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return the folder with a model's config.json; only config and tokenizer are downloaded from the hub."""
+    """Return the folder with config.json; from the hub, download only config and tokenizer."""
     path = Path(name)
     return path.parent if path.is_file() else find_folder(path, SETTINGS)
 
@@ -249,19 +234,16 @@ def model_config(name: str | Path) -> ModelConfig:
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
-    """Format an estimate in GB as a Markdown table, with a column per phase."""
-    item_names = dict.fromkeys(name for items in phases.values() for name in items)
+    """Format an estimate as a Markdown table, one column per phase."""
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
-    for name in item_names:
-        item_sizes = [items.get(name) for items in phases.values()]
-        cells = ["" if size is None else f"{size / GB:.1f}" for size in item_sizes]
+    for name in dict.fromkeys(name for items in phases.values() for name in items):
+        cells = [f"{items[name] / GB:.1f}" if name in items else "" for items in phases.values()]
         lines.append(table_row(name, cells))
     lines.append(table_row("in reserve", [f"{RESERVE / GB:.1f}"] * len(phases)))
     totals = []
-    for name in phases:
-        total_bytes = peak_bytes({name: phases[name]})
-        mark = " (too much)" if total_bytes > gpu_bytes else ""
-        totals.append(f"{total_bytes / GB:.1f}{mark}")
+    for name, items in phases.items():
+        total = peak_bytes({name: items})
+        totals.append(f"{total / GB:.1f}{' (too much)' if total > gpu_bytes else ''}")
     lines.append(table_row("total", totals))
     return "\n".join(lines)
 

@@ -60,10 +60,10 @@ class BatchShape:
 
     prompts: int
     num_generations: int  # completions per prompt
-    text_tokens: int  # text tokens per prompt
-    image_tokens: int  # merged image tokens per prompt
-    completion_tokens: int  # tokens per completion
-    frames: int = 1  # equally large images that share image_tokens
+    text_tokens: int  # per prompt
+    image_tokens: int  # per prompt, merged
+    completion_tokens: int  # per completion
+    frames: int = 1  # equally large images
     rows: Sequence[RowSize] = field(default=(), compare=False)
 
 
@@ -72,7 +72,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # blocks to skip: `uncounted` and already counted
+        # storages already counted, or not to count
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # bytes
         self.peak = 0  # bytes
@@ -99,7 +99,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch on the meta device; only token ids and image grids have values."""
+    """Build a micro-batch on the meta device; only ids and grids have values."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -119,7 +119,7 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
 
 @runtime_checkable
 class HasState(Protocol):
-    """Layers with a state instead of keys and values."""
+    """Layer with a state, no keys and values."""
 
     def initial_state(self, rows: Tensor) -> list[Tensor]: ...
 
@@ -190,7 +190,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return peak bytes when rollout prompts run, with the KV cache."""
+        """Return peak bytes of a rollout's prompts, with the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
@@ -213,14 +213,14 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # only new tensors are counted: empty the cache of vision_layout
+        # cached tensors would not count
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return KV-cache bytes for a rollout, with recurrent states; completions share their prompt's keys."""
+        """Return bytes of KV cache and recurrent states; completions share their prompt's keys."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         modules = self.model.modules()
         layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
@@ -288,7 +288,7 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """Return one GPU's share in sharded tensors, 0.25 for four shards."""
+        """Return one GPU's share of sharded tensors, such as 0.25."""
         sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
@@ -367,14 +367,12 @@ def largest_batch(
     members = [sizes[i] for i in sorted({i for i, _ in batch})]
     count = len(members)
     num_generations = len(completions) if whole else math.ceil(len(batch) / count)
+
+    def mean(name: str) -> int:
+        return math.ceil(sum(getattr(size, name) for size in members) / count)
+
     return BatchShape(
-        count,
-        num_generations,
-        math.ceil(sum(size.text_tokens for size in members) / count),
-        math.ceil(sum(size.image_tokens for size in members) / count),
-        max(completions),
-        math.ceil(sum(size.frames for size in members) / count),
-        members,
+        count, num_generations, mean("text_tokens"), mean("image_tokens"), max(completions), mean("frames"), members
     )
 
 
@@ -407,12 +405,12 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # only the larger counts: activations of prompts are freed before logits are computed
+    # only the larger: activations of prompts are freed before the logits
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
     }
-    larger = max(after_prompts, key=lambda name: after_prompts[name])
+    larger = max(after_prompts, key=after_prompts.__getitem__)
     items: dict[str, float] = {
         "gathered": gathered,
         **({"16-bit adapters": bytes_of(copies)} if copies else {}),
@@ -424,10 +422,10 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    # SFT evaluations also score known answers
     items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
+    # known answers are also scored
     micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
     return max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
 
@@ -447,16 +445,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # the ranks sum a copy
-    # factor 2: a gradient per gathered weight
+    # 2: a gradient per weight
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
-        # all weights stay gathered, with float32 gradients
-        # plus gradients for two blocks, in the weight dtype
+        # all weights and float32 gradients, and gradients of two blocks in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
-        for parameter in trained:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            gradients += parameter.numel() * dtype.itemsize
+        gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
     return {
         "gathered": gathered,
         "gradients": gradients,
@@ -472,7 +467,7 @@ def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return unsharded bytes needed in all phases, such as weights and optimizer state."""
+    """Return unsharded bytes of all phases, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -485,7 +480,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # a second model, with a shared base
+    if not question.trainer.trains_policy:  # a second model, shared base
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path

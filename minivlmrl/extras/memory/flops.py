@@ -1,7 +1,7 @@
-"""Count the floating-point operations (FLOPs) of forward and backward passes.
+"""Count floating-point operations (FLOPs) of forward and backward passes.
 
-Per token and matrix value: 2 FLOPs forward, 2 for input gradients, 2 for weight gradients. Not counted: attention,
-recurrence, norms, activation functions, activation checkpointing.
+Per token and matrix value: 2 forward, 2 for input gradients, 2 for weight gradients. Not counted: attention,
+recurrence, norms, activation functions, recomputation.
 """
 
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # parts of other cards' names
 
 
 def find_card(name: str) -> Card | None:
-    """Return the data sheet for a name such as 4090 or NVIDIA GeForce RTX 4090, None if unknown."""
+    """Return the data sheet of 4090 or NVIDIA GeForce RTX 4090, None if unknown."""
     words = {*name.replace("-", " ").split()}
     for known, card in CARDS.items():
         own = {*known.split()}
@@ -92,10 +92,7 @@ def find_card(name: str) -> Card | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (name, values, is trained) for weight matrices.
-
-    Embeddings take no FLOPs and are left out; a tied head counts under its own name.
-    """
+    """Yield (name, values, is trained) for weight matrices, without embeddings."""
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield name, module.shape.numel(), False
@@ -112,16 +109,11 @@ def active_share(model_config: ModelConfig) -> float:
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return FLOPs per image patch, merged patch and token, and extra FLOPs per token with logits.
-
-    Args:
-        model: one or more vision-language models, such as policy and value model.
-        backward: False = forward pass only.
-    """
+    """Return FLOPs per image patch, merged patch and token, and more per token with logits."""
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # no input gradient if no earlier layer is trained
+    # only behind a trained layer
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:

@@ -39,13 +39,10 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample completions and compute gradients for the largest batches once, to test whether they fit in memory.
-
-    Weights, optimizer state and random generators do not change; gradients are removed.
+    """Sample and train on the largest batches once; weights, optimizer state and random generators stay.
 
     Args:
-        datasets: {stage: rows}, with held-out rows under "eval".
-        optimizer_bytes: on this GPU; reserved, because the optimizer creates its state only in the first step.
+        optimizer_bytes: on this GPU, reserved for the state of the first step.
     """
     config, world = trainer.config, trainer.world
     rows = datasets[trainer.stage]

@@ -1,4 +1,4 @@
-"""Check before training that a run fits into GPU memory and on the disk; if not, the error names options to change."""
+"""Check before training that a run fits into GPU memory and on the disk; the error names options to change."""
 
 import math
 import shutil
@@ -44,17 +44,17 @@ MODELS = "weights", "reference", "critic", "policy"
 
 
 class MemoryCheck(Callback):
-    """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
+    """Refuse a run before its weights are loaded if it does not fit on the disk or the GPUs.
 
-    On a GPU, it also tries the largest batches before the first step, because an estimate can be wrong.
+    On a GPU, also try the largest batches before the first step: an estimate can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for random weights
 
     def on_setup(self, config: RunConfig, world: World):
-        self.plans = {}  # {stage: result of estimate_phases}
-        self.questions = {}  # {stage: question with measured rows}, on a GPU only
-        if config.model.path is None:  # random weights: small enough to fit
+        self.plans = {}  # {stage: estimate_phases}
+        self.questions = {}  # {stage: question with measured rows}, GPU only
+        if config.model.path is None:  # random weights: small
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:
@@ -92,7 +92,7 @@ def measure_datasets(
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
     """Return sizes of the largest readable rows, descending."""
-    indices = range(min(len(rows), NUM_HEAVIEST))  # rows of data.task are all similar
+    indices = range(min(len(rows), NUM_HEAVIEST))  # data.task: similar rows
     if isinstance(rows, FileDataset):
         counter = patch_counter(processor)
         weights = []
@@ -157,13 +157,11 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return maximum disk space for checkpoints and weights of a stage, {name: bytes}.
-
-    The oldest checkpoint is deleted only after the newest has been written.
-    """
+    """Return maximum disk space for checkpoints and weights of a stage: {name: bytes}."""
     config, estimator = question.config, question.estimator
     sizes = {}
     if config.checkpoint_steps or config.checkpoint_minutes:
+        # the newest is written before the oldest is deleted
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
@@ -178,21 +176,27 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
     return sizes
 
 
+def describe_written(question: MemoryQuestion) -> str:
+    return " and ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
+
+
+def two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):g}"
+
+
 def check_disk(question: MemoryQuestion):
-    """Raise ValueError if the disk lacks space for training states and weights."""
+    """Raise ValueError if the disk lacks space."""
     config = question.config
     folder = Path(config.output_dir).absolute()
-    earlier = 0  # bytes from an earlier run, deleted or replaced by this one
+    earlier = 0  # bytes of an earlier run, which this one replaces
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free + earlier
-    sizes = written_bytes(question)
-    if sum(sizes.values()) > free:
-        texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
+    if sum(written_bytes(question).values()) > free:
         hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
         raise UserError(
-            f"{question.stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
+            f"{question.stage} writes {describe_written(question)}, but only {two_digits(free / GB)} GB are free for "
             f"{config.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
             "check with --check_memory=false."
         )

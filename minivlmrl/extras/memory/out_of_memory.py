@@ -61,21 +61,18 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
-    """Return file and line of the row with the longest prompt and answers, and its tokens."""
-    lengths = []
-    for row in rows:
-        length = len(row.prompt(trainer.processor).input_ids)
-        for name in trainer.answers:
-            text = getattr(row, name)
-            if text is not None:
-                length += len(encode_answer(trainer.processor, row, text).ids)
-        lengths.append(length)
-    longest = max(range(len(rows)), key=lengths.__getitem__)
-    row = rows[longest]
-    return f"{row.where or f'row {row.index}'} with {lengths[longest]:,} tokens"
+    """Return file, line and tokens of the longest row."""
+    processor = trainer.processor
+
+    def length(row: Row) -> int:
+        texts = [text for name in trainer.answers if (text := getattr(row, name)) is not None]
+        answers = sum(len(encode_answer(processor, row, text).ids) for text in texts)
+        return len(row.prompt(processor).input_ids) + answers
+
+    longest, row = max(((length(row), row) for row in rows), key=lambda pair: pair[0])
+    return f"{row.where or f'row {row.index}'} with {longest:,} tokens"
 
 
-# ------------------------------------------------------------------------------- option to change
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
 # {phase or estimate item: options that lower its memory, most effective first}
@@ -94,7 +91,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return command-line options, such as --adapter.r=16, that lower the memory of a phase or item in CURES."""
+    """Return options such as --adapter.r=16 that lower the memory of a phase or item in CURES."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
