@@ -1,4 +1,4 @@
-"""Load a tool environment, and inspect its tools and settings; example in docs/agents.md."""
+"""Load a tool environment with its tools and settings; see docs/agents.md."""
 
 import inspect
 import typing
@@ -18,48 +18,39 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 class Environment(Protocol):
     """Tool environment, with the state of one completion.
 
-    All public methods are tools, except `reset`, which is required, `get_reward` and `observe`. Setting the attribute
-    `done` to True ends the completion. Other attributes change settings, such as `max_tool_calls = 3`; see Settings.
+    Public methods are tools, except `reset` (required), `get_reward` and `observe`. `done = True` ends the completion.
+    Other attributes are settings, such as `max_tool_calls = 3`.
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion, with the columns of the prompt's row as arguments."""
+        """Start a completion; arguments: columns of the row."""
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Tool environment that scores its own completion.
-
-    A recipe must then set `rewards: {environment: 1}`.
-    """
+    """Tool environment that scores its completion, with `rewards: {environment: 1}`."""
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward, None if unknown.
-
-        It can also be a list with one reward per turn, where the last may be missing.
-        """
+        """Return the reward, None if unknown, or a reward per turn; the last may be missing."""
 
 
 @dataclass
 class Settings:
     """Settings of a tool environment."""
 
-    # whether the system message declares the tools, in chat-template format
+    # declare the tools in the system message, as the chat template does
     declare_tools: bool = True
-    # maximum tool calls per completion; more are ignored
+    # per completion; more are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # time limit per tool call, in seconds
+    # per tool call
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
-    # maximum characters in a tool result
+    # per tool result
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # maximum pixels in a tool result, over all its images
+    # per tool result, all images together
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Return the environment constructor for a name in a recipe.
-
-    It can be a class, a function, or a list of functions. Classes can get arguments, as in "my_tools.py:Turn(step=45)".
-    """
+    """Return the constructor for a name in a recipe: a class such as "my_tools.py:Turn(step=45)", or functions."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
         if not inspect.isclass(kind):
@@ -79,14 +70,14 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """Base class for environments from plain functions, without state."""
+    """Base of environments from functions."""
 
     def reset(self, **columns):
         pass
 
 
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Create an environment class with the given functions as tools."""
+    """Create an environment class from functions."""
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
@@ -97,16 +88,16 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a copy of a Processor whose chat template declares the tools of an environment."""
+    """Return a Processor whose chat template declares the tools of an environment."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # replace the templates of Qwen2-VL and Qwen2.5-VL, which cannot declare tools
+            # templates of Qwen2-VL and Qwen2.5-VL cannot declare tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # a saved model must contain the chat template used in training
+            # saved with the model
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -118,21 +109,11 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Call get_reward, as in TRL, and return the rewards.
-
-    A list of numbers is summed. A completion without an environment gets None.
-
-    Args:
-        environments: one or None per completion.
-        turn_texts: texts of the turns, per completion.
-        columns: dataset columns, ignored.
-    """
+    """Return get_reward per completion, as in TRL; rewards of turns are summed, None without an environment."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
-            reward = None
-            if environment is not None:
-                reward = environment.get_reward()
+            reward = None if environment is None else environment.get_reward()
             if isinstance(reward, list):
                 if len(texts) - len(reward) not in (0, 1):
                     raise UserError(
@@ -145,7 +126,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that a recipe has the reward "environment" if and only if its environment has get_reward."""
+    """Check that a recipe has the reward "environment" if its environment has get_reward, and only then."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise UserError(
@@ -178,7 +159,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass that validates the arguments of a tool."""
+    """Create a dataclass to validate the arguments of a tool."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = typing.get_type_hints(tool, include_extras=True)

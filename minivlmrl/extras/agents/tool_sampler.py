@@ -1,7 +1,6 @@
 """Sample completions with tool calls.
 
-A tool result is read in one forward pass, then decoding continues. Training uses the sampled token ids; no text is
-tokenized again.
+One forward pass reads a tool result, then decoding continues. No text is tokenized again: training uses sampled ids.
 """
 
 import re
@@ -49,25 +48,23 @@ class ToolEpisode:
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # UTF-8 text from the policy since the last tool result
-        self.ids: list[int] = []  # completion tokens, with tool results
-        # False for tokens of tool results
-        self.policy_mask: list[bool] = []
-        self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
-        self.unread: list[Prompt] = []  # tool results still to read, at most one
+        self.text = b""  # UTF-8, from the policy since the last tool result
+        self.ids: list[int] = []  # completion, with tool results
+        self.policy_mask: list[bool] = []  # False for tool results
+        self.pictures: list[tuple] = []  # in tool results, as in Completion.pictures
+        self.unread: list[Prompt] = []  # tool results to read, at most one
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
         """Append a sampled token, and run the tool calls it completes.
 
         Args:
-            turn_ends: whether it is a stop token.
-            text_ends: whether it completes a stop string.
-
+            turn_ends: it is a stop token.
+            text_ends: it completes a stop string.
         Returns:
-            whether the completion ends here, apart from max_new_tokens
+            whether the completion ends, apart from max_new_tokens
         """
-        if self.ended:  # `generate` decodes finished rows until it removes them
+        if self.ended:  # finished rows are decoded until `generate` removes them
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
@@ -81,7 +78,7 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes to the text, and return the tool calls that end with it."""
+        """Append a token's bytes; return the tool calls that end with it."""
         # a closing tag may begin in an earlier token: search from one tag length before
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
@@ -91,16 +88,12 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.tool_use.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return True if the text after `searched_from` closes a call, for example by </zoom>."""
+        """Return True if the text after `searched_from` closes a call, as </zoom> does."""
         closing_tags = self.closing_tag.finditer(self.text, searched_from)
         return any(b"<%s>" % tag[1] in self.text for tag in closing_tags)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
         """Run tool calls, and append their results to the completion.
-
-        Args:
-            turn_ended: whether the policy ended its turn; see encode_answers.
-            tokens_left: tokens that still fit.
 
         Returns:
             whether the completion ends: the environment is done, or the results are too long
@@ -109,7 +102,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # too long: end here, images in a result cannot be truncated
+        # too long: images in a result cannot be truncated
         if len(ids) >= tokens_left:
             self.tool_use.cut = True
             return True
@@ -137,13 +130,13 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add tool results, environment and number of tool calls to a sampled completion."""
+        """Add tool results, environment and number of tool calls to a completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.tool_use.cut
         completion.tool_use = self.tool_use
 
     def insert_answers(self, completion: Completion):
-        """Insert tool-result tokens into a sampled completion, with log-probability 0."""
+        """Insert tool-result tokens into a completion, with log-probability 0."""
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
         completion.policy_mask = policy_mask
@@ -159,18 +152,14 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Tokenize tool results: as a user turn after the policy's turn, or as text inside it."""
+    """Tokenize tool results as a user turn after the policy's turn, or as text inside it."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Convert tool results to a Prompt for the model to read.
-
-    Returns:
-        the Prompt; (image, patches, grid) per image, for Completion.pictures
-    """
+    """Convert tool results to a Prompt, and (image, patches, grid) per image for Completion.pictures."""
     images = processor.image_processor
     shown = [(image, *images(image)) for image, _ in pictures]
     no_patches = torch.zeros(0, images.patch_dim, dtype=images.dtype)
@@ -180,7 +169,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Copy an image; PIL copies its pixels only when an environment changes the copy."""
+    """Copy an image; PIL copies its pixels only on a change."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -189,14 +178,14 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Position of a tool result in its forward pass and in the KV cache."""
+    """Place of a tool result in its forward pass and in the KV cache."""
 
     row: int  # in the decoding batch
-    tokens: slice  # positions in the packed tokens of all results
+    tokens: slice  # in the packed tokens of all results
     prompt: int  # in the decoding batch
     prompt_length: int
-    begin: int  # first position, counted after the prompt
-    end: int  # position after the last token, counted after the prompt
+    begin: int  # positions after the prompt
+    end: int
 
 
 class AnswerAttention(DecodeAttention):
@@ -216,7 +205,7 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one per prompt
         newest = decoding.newest.tolist()  # position of the newest token, per row
-        # per result: row in the batch, tokens in the packed sequence
+        # per result: row in the batch, packed tokens
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -240,9 +229,9 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # (R, K, C, D): cached keys and values, R completions, K heads, C tokens, D features
+        # cached keys and values: (R, K, C, D), R completions, K heads, C tokens, D features
         row_k, row_v = self.decoding.row_kv[layer_index]
-        # (B, K, P, D): cached keys and values, B prompts, P tokens
+        # (B, K, P, D), B prompts, P tokens
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
@@ -256,7 +245,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Append a result's keys (or values) to a row's KV cache, and return all of the row.
+    """Append keys (or values) of a result to its row's KV cache, and return the row.
 
     Args:
         row_cache: (R, K, C, D), completion cache, modified in place.
@@ -273,7 +262,7 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
 
 
 class ReadingDecode(Decode):
-    """Decode step that also reads new tool results."""
+    """Decode step that reads new tool results."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -298,11 +287,10 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on tool results; return the logits after each, (results, vocabulary size).
+        """Run the model on tool results: logits after each, (results, vocabulary size).
 
         Args:
             rows: row in the decoding batch, per result; also as the tensor `index`.
-            answers: tool results.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -311,7 +299,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # an image of 10 x 10 tokens adds 100 to `newest`, but only 10 to the position id: recompute `start`
+        # 10 x 10 image tokens add 100 to `newest`, but 10 to the position id
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -359,7 +347,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise UserError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # one rank alone runs the forward pass over a tool result, so it must hold all gathered weights
+    # one rank alone reads a tool result: it needs all weights
     if not sampler.gather_weights:
         raise UserError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -375,7 +363,7 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create one ToolEpisode with its own environment per completion, in prompt order."""
+    """Create an episode with its own environment per completion."""
     episodes = []
     for prompt in prompts:
         row = prompt.row
@@ -394,14 +382,14 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return arguments for an environment's `reset`, such as the images of a row.
+    """Return arguments for an environment's `reset`.
 
-    `extents` has width and height of the coordinate system for boxes, per image.
+    `extents`: width and height of the coordinate system of boxes, per image.
     """
-    images = list(row.images)  # may decode files: images are loaded lazily
+    images = list(row.images)  # loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of images; only videos have second_per_grid_ts above 0
+    # of images: videos have second_per_grid_ts above 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -413,14 +401,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append one sampled token to each completion in a batch.
-
-    Args:
-        rows: (r,), episode indices. turn_ends, text_ends: see ToolEpisode.step.
-
-    Returns:
-        (r,) bool, whether completions end
-    """
+    """Append a sampled token to each completion, episodes `rows` (r,); return whether they end, (r,)."""
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []
     for row, token, turn_end, text_end in zip(*sampled, strict=True):

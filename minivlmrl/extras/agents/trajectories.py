@@ -1,9 +1,9 @@
 """Sample trajectories: completions in several turns, each with its own context window.
 
-A context window is the prompt of a turn. The first is the row's prompt; later ones have the messages from the
-environment's `observe(rounds)` or, with sampling.history=K, all text so far and the images of the newest K rounds. A
-round is a turn with its tool results. A trajectory ends after a turn without a tool call, or when the environment sets
-`done` to True. For the loss, all turns are one completion.
+A context window is the prompt of a turn: first the row's prompt, later the messages from the environment's
+`observe(rounds)` or, with sampling.history=K, all text so far and the images of the newest K rounds. A round is a turn
+with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. For the loss, all turns are
+one completion.
 """
 
 from collections.abc import Sequence
@@ -40,16 +40,12 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return the sampler class for an environment: TrajectorySampler or ToolSampler."""
+    """Return TrajectorySampler or ToolSampler."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return True if every turn has its own prompt.
-
-    Args:
-        history: sampling.history, newest rounds whose images the model sees.
-    """
+    """Return True if every turn has its own prompt."""
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise UserError(
@@ -64,9 +60,9 @@ class Round:
     """Turn with tool calls, and their results."""
 
     text: str  # from the policy
-    parts: list[dict]  # message parts of the tool results
-    answers: Prompt  # tool results as token ids and patches
-    images: list[PIL.Image.Image]  # images in the tool results
+    parts: list[dict]  # results as message parts
+    answers: Prompt  # results as token ids and patches
+    images: list[PIL.Image.Image]  # in the results
 
 
 class Episode(ToolEpisode):
@@ -86,11 +82,7 @@ class Episode(ToolEpisode):
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Run a turn's tool calls, and record the round unless the environment is done.
-
-        Returns:
-            True: a tool call always ends the turn. Its results are part of the next context window.
-        """
+        """Run tool calls, and record the round unless the environment is done; True: calls end the turn."""
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)
@@ -101,7 +93,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and clear token ids and text for the next."""
+        """Store a sampled turn, and start the next."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -111,7 +103,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # logs show the last image of a turn's prompt, from the second turn on
+        # for logs: last image of each later prompt
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -126,8 +118,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
-    A turn's seed is the prompt seed, the completion's index in its group and the turn number. Sharded weights are
-    gathered before the first turn, because this needs all ranks, and some may have no later turns.
+    Seed of a turn: prompt seed, index in the group, turn number. Sharded weights are gathered before the first turn,
+    because this needs all ranks, and some may have no later turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -199,13 +191,13 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from the messages returned by `observe`."""
+    """Build the next prompt from the messages of `observe`."""
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
         raise UserError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
     check_messages(messages)
-    messages = valid_text(messages)  # the policy can make a tool store text that UTF-8 cannot encode
+    messages = valid_text(messages)  # a tool may store any text of the policy
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")
@@ -219,7 +211,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from all text so far and images of the newest rounds."""
+    """Build the next prompt from all text so far and images of the newest rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens
