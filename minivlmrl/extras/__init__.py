@@ -1,7 +1,7 @@
 """Optional features. Recipes without them run the same without the folder extras/.
 
-The core loads these modules by name: watchers (run/callbacks.py) in every run, others only if a recipe, a command line
-or a model's config.json names the feature.
+The core loads these modules by name: watchers (run/callbacks.py) in every run, others if a recipe, a command or a
+model's config.json names them.
 
 | here | what it is | named by |
 |---|---|---|

@@ -1,8 +1,8 @@
 """AdamW with 8-bit instead of 32-bit moments (arXiv 2110.02861).
 
-Rows of a moment are split into blocks of 256 values. A block is stored as 256 bytes and one float32 scale, its largest
-absolute value; a byte selects one of 256 fixed numbers between -1 and 1, denser near 0. FSDP gives each rank whole
-rows, so a block belongs to one rank.
+A row of a moment is split into blocks of 256 values, each stored as 256 bytes and a float32 scale, the largest absolute
+value. A byte selects one of 256 fixed numbers between -1 and 1, denser near 0. FSDP shards whole rows, so no block is
+divided.
 
 Option: `optimizer: {name: adamw_8bit}`.
 """
@@ -17,16 +17,15 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # values; smaller tensors, and vectors, keep float32 moments
-PIECE = 2**24  # maximum values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether a moment can be negative
+SMALLEST = 4096  # values; float32 moments for smaller tensors and vectors
+PIECE = 2**24  # values to dequantize at a time
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # can be negative
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation keeps a weight's rounding error in 16 additional bits, so small updates accumulate instead of being
-    lost.
+    Kahan summation keeps the rounding error of a weight in 16 more bits, so small updates accumulate.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -42,7 +41,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its state in place, one chunk of rows at a time."""
+        """Update a parameter and its state, a chunk of rows at a time."""
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -55,7 +54,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
     def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
-        """Update a chunk of rows in place with AdamW (arXiv 1711.05101, algorithm 2)."""
+        """Update a chunk of rows with AdamW (arXiv 1711.05101, algorithm 2)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
@@ -76,7 +75,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment: dequantized if 8-bit, the tensor itself if float32."""
+        """Return a moment, dequantized if 8-bit."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
@@ -86,7 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if f"{name}_scale" not in state:  # float32, updated in place by _update_rows
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # AdamW divides by its square root: small values must not round to 0
+        # AdamW divides by its square root
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)
@@ -94,7 +93,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create the state before the first step, sharded like the parameter."""
+    """Create the first state, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -104,13 +103,12 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            # one scale per block of 256 values
             block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View this rank's shard of a tensor as a matrix (rows, n)."""
+    """View the local shard as a matrix (rows, n)."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

@@ -1,4 +1,4 @@
-"""Check in the first step of a stage that the loss depends on every image and text in the rows."""
+"""Check in a stage's first step that the loss depends on all images and texts of the rows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,8 +22,7 @@ from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# maximum relative rounding difference between cached and new image embeddings
-CACHE_TOLERANCE = 0.05
+CACHE_TOLERANCE = 0.05  # relative, between cached and new image embeddings
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
     "the model, if they are yours, and otherwise report this warning."
@@ -31,7 +30,7 @@ ADVICE = (
 
 
 class InputCheck(Watcher):
-    """Warns if the loss in a stage's first step ignores an image or text."""
+    """Warn if the loss in a stage's first step ignores an image or text."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -52,7 +51,7 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning per input problem, such as an image without effect on the loss.
 
-    Tokens and image patches are compared with the data file; without FSDP, gradients are checked too.
+    Tokens and patches are compared with the data file; gradients are checked only without FSDP.
     """
     found: dict[str, list[str]] = {}  # {problem: rows}
     for batch in step.micro_batches:
@@ -75,7 +74,7 @@ class Part:
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # positions, without a completion's last token
+    span: slice  # without a completion's last token
     images: list[tuple[int, range]]  # (first position, patches) per image
 
 
@@ -118,7 +117,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return absolute gradients of the loss, summed over features, for image patches and input embeddings."""
+    """Return absolute gradients, summed over features, at image patches and input embeddings."""
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
 
@@ -128,7 +127,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # a new value head has zero weights, which block the gradient: add its mean input
+        # zero weights of a new value head block the gradient
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -153,7 +152,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) where tokens or patches in a micro-batch differ from the data file."""
+    """Yield (prompt, problem) where tokens or patches differ from the data file."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: token ids of its answers}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
@@ -161,14 +160,14 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # prompt from an environment
         if not part.is_prompt:
-            # a micro-batch may lack an answer's last token, which predicts nothing
+            # the last token predicts nothing and may be missing
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # a chat template may drop earlier thoughts: then turns have separate prompts
+        # templates that drop earlier thoughts: a prompt per turn
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -185,7 +184,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if a text is missing from the prompt tokens, or tokenized differently."""
+    """Yield a problem for a missing text, or for other tokens."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

@@ -29,8 +29,8 @@ def kto_loss(
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    with the log-ratio u = log pi - log pi_ref and the sigmoid s. Example: if policy and reference are equal and kl is
-    0, all losses are 0.5.
+    with u = log pi - log pi_ref and the sigmoid s. Example: if policy and reference are equal and kl is 0, all losses
+    are 0.5.
 
     Args:
         per_token_logps: (B, T), policy log-probabilities in nats, with gradient.
@@ -70,8 +70,8 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
     """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
 
     Args:
-        per_token_logps, ref_per_token_logps, mask: (B, T), prompts paired with answers to *other* prompts, as in KTO's
-            z_0. TRL takes the preceding row's answer.
+        per_token_logps, ref_per_token_logps, mask: (B, T), prompts with answers to *other* prompts (KTO's z_0), in TRL
+            of the preceding row.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)

@@ -4,7 +4,7 @@ Every ref_model_sync_steps optimizer steps, reference weights become
 
     alpha * policy + (1 - alpha) * reference
 
-with alpha = ref_model_mixup_alpha. At alpha 1 the policy replaces the reference: the outer loop of DeepSeekMath.
+with alpha = ref_model_mixup_alpha; 1 replaces the reference, as in DeepSeekMath's outer loop.
 """
 
 import torch

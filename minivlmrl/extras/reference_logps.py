@@ -1,8 +1,8 @@
-"""DPO reference log-probabilities, computed once before the first step: no second model in memory.
+"""DPO reference log-probabilities, computed before the first step: no second model in memory.
 
-With `dpo.precompute_ref_log_probs`, the policy computes them when the stage begins, while it still equals the
-reference. A resumed run finds them in reference_logps.safetensors in output_dir. Rows can also provide sums, in TRL's
-columns ref_chosen_logps and ref_rejected_logps.
+With `dpo.precompute_ref_log_probs`, the policy computes them while it equals the reference. A resumed run reads
+reference_logps.safetensors in output_dir. Rows can also have sums, in TRL's columns ref_chosen_logps and
+ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ class StoredReference:
             chosen, rejected = found[2 * number], found[2 * number + 1]
             sums = sums_of(prompt)
             if sums is not None:
-                # DPO adds up an answer's tokens, so its first token can hold the sum
+                # DPO adds up tokens: the first can hold the sum
                 chosen[0], rejected[0] = sums
                 continue
             values = self.stored.get(key_of(prompt, ids))
@@ -71,7 +71,7 @@ class StoredReference:
 
 
 class ReferenceLogps(Callback):
-    """Compute reference log-probabilities before a DPO stage's first step."""
+    """Compute reference log-probabilities when a DPO stage begins."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
@@ -113,7 +113,7 @@ class ReferenceLogps(Callback):
 
 @torch.no_grad()
 def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
-    """Compute log-probabilities for all rows with the policy, on all ranks together."""
+    """Compute log-probabilities of all rows with the policy, on all ranks."""
     local = {}
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.options.micro_batch_size):
@@ -150,11 +150,7 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return a row's own log-probability sums in nats, for chosen and rejected answer.
-
-    Raises:
-        ValueError: only one column has a value, or a value is no log-probability.
-    """
+    """Return a row's own log-probability sums in nats, chosen and rejected."""
     if prompt.row is None:
         return None
     given = {name: prompt.row.columns.get(name) for name in COLUMNS}
@@ -167,6 +163,6 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
-    """Hash everything that a pair's log-probabilities depend on, except the model."""
+    """Hash all that the log-probabilities depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
     return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -1,8 +1,8 @@
 """Repeat a training step: `minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is a run's folder, or a recipe. `replay` trains up to the given step again, from the last checkpoint before it or
-from the start. Nothing is written to RUN. On the same machine, completions and metrics are identical to those in
-completions.jsonl and metrics.jsonl.
+RUN is the folder of a run, or a recipe. `replay` trains up to the step, from the last checkpoint before it or from the
+start, and writes nothing to RUN. On the same machine, completions and metrics equal completions.jsonl and
+metrics.jsonl.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step, and print a prompt with its completions; return 1 if the logs differ, else 0."""
+    """Replay a step, and print a prompt with its completions; exit code 1: the logs differ."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:
@@ -80,14 +80,14 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    if not folder.is_dir():  # a recipe, whose output_dir may contain another run
+    if not folder.is_dir():  # a recipe; output_dir may have another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
     return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)
 
 
 class Reached(Exception):
-    """Ends the training before the replayed step; args are (trainer, optimizer, step, rows)."""
+    """End of training before the step; args: trainer, optimizer, step, rows."""
 
 
 class StopBefore(Callback):
@@ -103,7 +103,7 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Load the last checkpoint before a step, and train up to it; return trainer, optimizer, step and rows."""
+    """Train up to a step, from the last checkpoint before it; return trainer, optimizer, step and rows."""
     if stage not in config.stage_names:
         raise UserError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "
@@ -116,7 +116,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        # no COMPLETE: damaged, or being removed by a run in progress
+        # otherwise damaged, or being removed by a run
         if not (path / COMPLETE).is_file():
             continue
         state = read_trainer_state(path)
@@ -148,7 +148,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt, and per completion the log-probability sums in nats, answer and rewards."""
+    """Print a prompt, and log-probability sums in nats, answer and rewards per completion."""
     if not 0 <= index < len(rows):
         raise UserError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]
@@ -184,7 +184,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 
 
 def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return policy log-probabilities (T,) per completion, before the step."""
+    """Return policy log-probabilities (T,) per completion."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
@@ -204,14 +204,10 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
-    """Compare a run's log lines for a step with the replayed ones.
-
-    Returns:
-        {log file: whether all its lines about the step are identical}, without files that have none
-    """
+    """Compare log lines of a step with the replayed ones: {log file with such lines: all are equal}."""
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
-        replayed_lines = defaultdict(list)  # a small dataset repeats rows within a step
+        replayed_lines = defaultdict(list)  # rows may repeat within a step
         for line in parse_json(json_text(lines)):
             replayed_lines[line.get("row")].append(line)
         for line in read_lines(folder / name, LogLine):

@@ -110,7 +110,7 @@ class ReportPage(Callback):
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
-        """Write the page; a failure, for example on a full disk, does not end the run."""
+        """Write the page; a failure, such as a full disk, does not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:
@@ -118,14 +118,10 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write an HTML page about one or several runs.
-
-    Args:
-        seconds: reload interval for browsers, 0 = never.
-    """
+    """Write an HTML page about one or several runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # a page for others shows no folders of this machine
+    for run in runs:  # for others: no folders of this machine
         places = [line.get("where") or "" for line in run["completions"]] + [
             line["warning"] for line in run["warnings"]
         ]
@@ -152,7 +148,7 @@ def collect_run(folder: Path) -> dict:
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1  # files count steps from 0, page and terminal from 1
+        line["step"] += 1  # files count from 0, the page from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
@@ -170,7 +166,7 @@ def collect_run(folder: Path) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read metrics.jsonl or evaluations.jsonl: all fields except the stage are numbers, or null for NaN."""
+    """Read metrics.jsonl or evaluations.jsonl: numbers, or null for NaN."""
     lines = read_lines(path, LogLine)
     for number, line in enumerate(lines, start=1):
         check_numbers(line, f"{path}:{number}")
@@ -194,9 +190,9 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Say after which stages the first held-out metric has changed by more than noise.
+    """Say by how much the first held-out metric changed per stage, and whether by more than noise.
 
-    If chance accuracy is known, also say whether the model is no better.
+    If the accuracy of guessing is known, also say whether the model is no better.
     """
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
@@ -227,7 +223,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average metrics over adjacent steps: at most 500 points per curve and stage."""
+    """Average metrics over adjacent steps, to 500 points per curve and stage."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -239,7 +235,7 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average metrics over steps; for one such as min_length, take the minimum."""
+    """Average metrics over steps; min_length is a minimum."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -254,7 +250,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, counting steps from the start of the run, not of the stage."""
+    """Read evaluations.jsonl, with steps of the run instead of the stage."""
     first_steps = {}  # {stage: steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
@@ -286,7 +282,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # only images/: a manipulated completions.jsonl must not put other files into the report
+    # only images/: completions.jsonl may be manipulated
     is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
     file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
     if not file.is_file():

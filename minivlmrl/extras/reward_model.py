@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-It starts as a copy of the policy, and learns to rank answers as annotators do. Later stages and other runs use it as
-the `reward_model` reward.
+It starts as a copy of the policy, and learns to rank answers. Later stages and other runs use it as the reward
+`reward_model`.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
-FOLDER = "reward_model"  # its folder, and the name of its stage
-BATCH_SIZE = 16  # prompts per forward pass when scoring
+FOLDER = "reward_model"
+BATCH_SIZE = 16  # scored prompts per forward pass
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Return the last turn of each conversation, to score, with earlier turns as its prompt."""
+    """Return the last turn of each conversation, with earlier turns as its prompt."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -112,9 +112,9 @@ def last_windows(
 
 
 class RewardModelScores:
-    """Scores completions with a reward model from reward_model.path, by default from the run's own folder.
+    """Score completions with a reward model: reward_model.path, by default of the run itself.
 
-    It reads the policy's token ids and patches, so tokenizer, family and patch size must be the same.
+    It reads the policy's token ids and patches, so tokenizer, family and patch size must be equal.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -126,7 +126,7 @@ class RewardModelScores:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
-        """Compute one score per completion; all ranks must pass the same number of prompts."""
+        """Compute a score per completion; all ranks need the same number of prompts."""
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -145,8 +145,8 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, with a hidden state for the last token.
 
-    `pack` leaves out the last token, because nothing follows it; a repeated last token is left out instead. Example:
-    completion a has 3 tokens, completion b has 2:
+    `pack` leaves out the last token, because nothing follows it; here that is a copy. Example: completion a has 3
+    tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -169,8 +169,8 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
     """Load a value model to score a policy's completions.
 
     Args:
-        same_base: whether it consists of adapters on the policy's base weights. Both then share them, unless they are
-            sharded: an FSDP unit belongs to one model.
+        same_base: adapters on the policy's base weights, which both share unless sharded: an FSDP unit belongs to one
+            model.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -187,7 +187,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise ValueError if a stage needs a reward model before it exists, or if the run samples trajectories."""
+    """Raise ValueError if a stage needs a reward model too early, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

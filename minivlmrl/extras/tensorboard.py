@@ -13,14 +13,11 @@ with optional_dependency("tensorboard", "the tracker needs the package tensorboa
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker. After a resume, TensorBoard hides old values of repeated steps.
+    """Return log(values, steps); after a resume, TensorBoard hides repeated steps.
 
     Args:
-        steps: optimizer steps before a resume.
-        closing: closes the tracker when the run ends.
-
-    Returns:
-        log(values, steps), as required from trackers
+        steps: before a resume.
+        closing: closed when the run ends.
     """
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:

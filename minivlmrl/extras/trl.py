@@ -3,7 +3,7 @@
 Needs TRL 1.10 or newer: older releases normalize some losses differently.
 """
 
-# TRL loads classes lazily and sets trainer attributes at run time, which pyright cannot see
+# pyright cannot see TRL's lazy classes, and attributes set at run time
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 import copy
@@ -62,16 +62,11 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function.
-
-    Adds the arguments `loss` and `kl_estimator`, and overrides only `_compute_loss`.
+    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function; overrides only `_compute_loss`.
 
     Args:
-        loss: loss_type for `grpo_loss`, such as "grpo", or a function with its arguments and results; None = loss_type
-            in `args`.
-        kl_estimator: see kl_term; all other loss options are in `args`.
-    Raises:
-        ValueError: `args` names a different loss than `loss`, or sets an unsupported option.
+        loss: loss_type for `grpo_loss`, or a function with its arguments and results; None = loss_type in `args`.
+        kl_estimator: see kl_term; other loss options are in `args`.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # pass only changed options: your own loss may lack the others
+        # only changed options: your own loss may lack the others
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -126,7 +121,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss, metrics = (returned, {}) if isinstance(returned, Tensor) else returned
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # except for dapo's average, TRL divides losses by the number of micro-batches, but logs them undivided
+            # except for dapo, TRL divides losses by the number of micro-batches, but logs them undivided
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -141,7 +136,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropies of completions, both (B, T), and the model's auxiliary loss."""
+        """Return log-probabilities and entropies of completions, both (B, T), and the auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -156,10 +151,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return the token count that divides the loss for loss_type dapo.
-
-        TRL counts tokens over all steps and processes; the loss needs the mean count per step and process.
-        """
+        """Return dapo's loss denominator: mean tokens per step and process; TRL counts all steps and processes."""
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation
@@ -168,7 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return token weights for the policy loss (None if all 1), and keyword arguments for the loss."""
+        """Return token weights of the policy loss (None if all 1), and keyword arguments of the loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
@@ -184,14 +176,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         return ratio if weights is None else weights * ratio, self.term_options
 
     def _log_metrics(self, metrics: dict[str, Tensor]):
-        """Add means over all processes to TRL's log."""
+        """Log means over all processes."""
         mode = "train" if self.model.training else "eval"
         for name, value in metrics.items():
             mean = self.accelerator.gather(value.detach()).float().nanmean()
             self._metrics[mode][name].append(mean.item())
 
     def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
-        """Log TRL's metrics clip_ratio/low_min and clip_ratio/high_max over all completions."""
+        """Log TRL's clip_ratio/low_min and clip_ratio/high_max over all completions."""
         mode = "train" if self.model.training else "eval"
         advantages = inputs["advantages"]
         if advantages.dim() == 1:
@@ -211,7 +203,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
-    """Convert GRPOConfig loss options to keyword arguments for `grpo_loss`."""
+    """Convert a GRPOConfig to keyword arguments for `grpo_loss`."""
     options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
     if options["epsilon_high"] is None:
         options["epsilon_high"] = args.epsilon
@@ -220,7 +212,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError if `args` sets an option that the loss function does not support."""
+    """Raise ValueError for an option that the loss does not support."""
     if args.use_adaptive_entropy:
         raise UserError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "

@@ -1,6 +1,6 @@
-"""Check in TRL's trainers that model outputs depend on every image in the first step.
+"""Check in the first step of TRL's trainers, or transformers' Trainer, that outputs depend on all images.
 
-How to use `InputCheck`: docs/library.md. It also works with transformers' own Trainer.
+How to use `InputCheck`: docs/library.md.
 """
 
 import warnings
@@ -27,7 +27,7 @@ MEDIA = {
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
 OUTPUTS = ("log_probs", "logits", "loss")
-MOST_IMAGES = 8  # maximum images per row to test, one at a time
+MOST_IMAGES = 8  # per row, tested one at a time
 ADVICE = (
     "The training continues, but it does not learn from all images. Check the rows, the collator, "
     "the attention mask and the model."
@@ -37,17 +37,15 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    Images in the first micro-batch turn gray, to see whether outputs change: up to nine forward passes without
-    gradients. With weights sharded by FSDP or DeepSpeed, it only warns about image placeholders without images.
-    Weights and random numbers stay the same.
-
-    Attribute `problems`: list of warnings.
+    Do outputs change if images of the first micro-batch turn gray? Takes up to nine forward passes without gradients.
+    With weights sharded by FSDP or DeepSpeed, it only warns about placeholders without images. Weights and random
+    numbers stay the same. Attribute `problems`: list of warnings.
     """
 
     def __init__(self):
         self.problems: list[str] = []
-        self.trained: set[str] = set()  # parameters that require gradients
-        self.reached: set[str] = set()  # parameters that got a gradient
+        self.trained: set[str] = set()  # parameters
+        self.reached: set[str] = set()  # by a gradient
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
@@ -106,10 +104,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning if outputs stay the same when images or videos turn gray."""
+    """Return a warning if outputs stay the same for gray images or videos."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng: same dropout masks in all forward passes
+        # fork_rng: same dropout masks
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -133,7 +131,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # autocast has cached weights without gradients, which the training step must not reuse
+    # cached weights have no gradients
     torch.clear_autocast_cache()
     return problems
 
@@ -160,10 +158,10 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     """Group images or videos of different rows, to check a group in one forward pass.
 
     Args:
-        sizes: patch counts of the images.
+        sizes: patches per image.
     Returns:
-        groups [(image index, row index), ...]; one group with row None if token ids do not tell which row has which
-        image. An image after its row's last trained token is left out: it cannot change the loss.
+        groups [(image index, row index), ...]; a single one with row None if the ids do not tell rows. Left out: images
+        after the last trained token of their row, which cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():
@@ -171,7 +169,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
     rows: dict[int, list[tuple[int, int | None]]] = {}
-    first = 0  # patches before this image; all images have the same number of patches per token
+    first = 0  # patches before this image; all tokens have equally many
     for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
         if labels is None or (labels[row, column:] != -100).any():

@@ -32,7 +32,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video with blank frames: enough to count prompt tokens, without decoding."""
+    """Return a Video with blank frames, to count prompt tokens without decoding."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -48,7 +48,7 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample frames in two passes: count all, then decode those sampled."""
+    """Count all frames, then decode a sample."""
     with opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = count_frames(container, stream)
@@ -57,12 +57,12 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # frames before the first key frame cannot be decoded
+        # none before the first key frame
         total_frames = num_decoded
 
 
 def count_frames(container, stream) -> int:
-    """Count frames, one per packet; raise ValueError if the file is truncated or damaged."""
+    """Count frames, one per packet; raise ValueError for a truncated or damaged file."""
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():
@@ -74,7 +74,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # truncated Matroska file: its last packet ends before the duration in the header
+    # truncated Matroska file: last packet before the header's duration
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -90,9 +90,9 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # open file, not name: FFmpeg would read concat:x.mp4|y.mp4 as two files
+    # no name: FFmpeg would read concat:x.mp4|y.mp4 as two files
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # no protocols: FFmpeg would open files and URLs in a playlist
+    # no files and URLs of a playlist
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
@@ -101,13 +101,13 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise UserError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # per frame: frames may be larger than the stream header says
+        # a frame may be larger than the header says
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode frames by index, upright and in RGB; also return how many frames were decoded."""
+    """Decode frames by index, upright and in RGB; also count decoded frames."""
     frames = []
     num_decoded = 0
     with opened_video(file) as (container, stream):
@@ -116,7 +116,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 raise UserError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
-                # phones store frames unrotated, with an angle for the player
+                # phones store an angle for the player
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise UserError(
@@ -138,11 +138,9 @@ def sample_indices(
     Example: 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        sampling: options for smart_nframes; video_start and video_end in seconds, clipped to the duration.
-
+        sampling: see smart_nframes; video_start and video_end in seconds, clipped to the duration.
     Returns:
         frame indices; sampled frames per second
-
     Source: video readers in qwen-vl-utils; for frame_factor 1 (Qwen3-VL), Qwen3VLVideoProcessor in transformers.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
@@ -171,13 +169,11 @@ def sample_indices(
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 frames per second last 3.33 seconds; at 2 sampled frames per second that is 6.67, rounded
-    down to 6.
+    Example: 100 frames at 30 per second last 3.33 seconds; 2 sampled frames per second are 6.67, rounded down to 6.
 
     Args:
-        sampling: either nframes, or fps (sampled frames per second, default 2) with bounds min_frames (default 4) and
-            max_frames (default 768, has priority).
-
+        sampling: nframes, or fps (sampled per second, default 2) with min_frames (default 4) and max_frames (default
+            768, has priority).
     Source: smart_nframes in qwen-vl-utils.
     """
     if "nframes" in sampling:

@@ -2,11 +2,11 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before a rollout, vLLM receives the policy weights. Prompts go to vLLM as token ids and image patches. vLLM computes
-only logits, and minivlmrl samples, so a completion does not depend on other rows in the batch; in float32 it equals
-one sampled without vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+vLLM receives the policy weights before a rollout, and prompts as token ids and patches. It computes only logits;
+minivlmrl samples. So a completion does not depend on other rows, and in float32 it equals one sampled without vLLM. To
+change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
-vLLM is imported inside functions: the memory estimate must work without it.
+The memory estimate needs no vLLM: imports are inside functions.
 
 Dimensions: r rows in the batch, V vocabulary size.
 """
@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# vLLM must run in the training process, which has the policy weights
+# in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind our threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind our threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -52,10 +52,10 @@ from minivlmrl.model.plain_weights import gather_full_tensor
 
 # vllm.LLM options fixed for all recipes
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # minivlmrl's patches are already normalized
+    "mm_device_do_normalize": False,  # our patches are normalized
     "limit_mm_per_prompt": {"video": 0},  # do not profile the longest video
     "mm_processor_cache_gb": 0,
-    # with async_scheduling or enable_chunked_prefill, TokenChooser would not run exactly once per token
+    # TokenChooser must run exactly once per token
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random; real weights are loaded before each rollout
@@ -65,10 +65,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options for recipes.
-
-    Options that load code, such as worker_cls, are left out: a recipe may come from a stranger.
-    """
+    """vllm.LLM options for recipes, none that loads code: a recipe may come from a stranger."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -99,17 +96,13 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # per decode step: row indices, token ids, log-probabilities, whether rows end; all (r,)
+        # per decode step: rows, ids, log-probabilities, ends; all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens so far
         self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token for completions `rows`, from logits (r, V).
-
-        Returns:
-            logits (r, V) that make vLLM select the samples: 0 there, -inf elsewhere
-        """
+        """Sample the next token of `rows` from logits (r, V); return 0 at samples, -inf elsewhere, for vLLM."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -119,10 +112,9 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor for vLLM: samples with minivlmrl's sampler, and makes vLLM select the samples."""
+    """Logits processor: sample with minivlmrl, and make vLLM select the samples."""
 
-    # class attribute, because vLLM creates the object
-    sampling: Sampling | None = None
+    sampling: Sampling | None = None  # of the class: vLLM creates the object
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
@@ -139,10 +131,7 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from logits (r, V); return 0 at sampled tokens and -inf elsewhere.
-
-        vLLM's V2 model runner passes batch indices of the rows in `context`, V1 passes None.
-        """
+        """Sample from logits (r, V); the V2 model runner passes batch indices in `context`, V1 None."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -203,12 +192,8 @@ class VLLMSampler(Sampler):
         self.is_verified = False
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Load merged and gathered policy weights into vLLM, then sample; all ranks must call this.
-
-        Arguments: see Sampler.__call__.
-        """
+        """Load merged and gathered weights into vLLM, then sample; all ranks must call this."""
         if self.sleeps:
-            # allocate weight memory, freed by sleep
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -301,8 +286,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
-        Limits: in float32, 1e-3 nats per token; in 16 bits, a root mean square of 0.5 nats over a prompt's completions.
-        rollout.max_logp_mismatch=2 doubles them.
+        Limits, times max_logp_mismatch: in float32, 1e-3 nats per token; in 16 bits, a root mean square of 0.5 nats
+        over a prompt's completions.
         """
         if self.is_verified:
             return
@@ -335,7 +320,7 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False to hide vLLM's warning about rotary embeddings, which have no weights to load."""
+    """Hide vLLM's warning about rotary embeddings, which have no weights."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
@@ -370,7 +355,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise UserError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM ends torch's process group when the run ends; minivlmrl must not
+    # vLLM ends torch's process group
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

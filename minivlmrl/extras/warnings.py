@@ -1,7 +1,7 @@
 """Warn if a run does not learn, with a likely cause and a fix.
 
-A warning needs a condition to hold over 10 consecutive optimizer steps, and is not repeated while it does. Exception:
-equal rewards for all completions cause a warning after the first step, because this is the most common mistake.
+A condition must hold over 10 consecutive optimizer steps, and the warning is not repeated while it does. Exception:
+equal rewards of all completions, the most common mistake, cause a warning after the first step.
 """
 
 import json
@@ -22,10 +22,9 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
-TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
+TAG_REWARDS = "format", "box_format"  # for <think> and <answer> tags
 WINDOW = 10  # consecutive optimizer steps
-# rollouts for `majority_baseline`
-BASELINE_ROLLOUTS = 50
+BASELINE_ROLLOUTS = 50  # see `majority_baseline`
 FALLEN = 0.2  # warn if the mean reward falls by this share of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
@@ -62,9 +61,7 @@ class WarningRules:
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config
-        self.goals = [
-            name for name, weight in self.config.rewards.items() if weight > 0
-        ]  # rewards that training raises
+        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to raise
         self.evaluated = evaluated  # last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
@@ -74,11 +71,11 @@ class WarningRules:
         self.rollout = None
         # (row solutions, completion rewards) per recent rollout
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
-        self.extremes = []  # lowest and highest total reward of a completion
+        self.extremes = []  # lowest and highest total reward
         self.best_mean = -math.inf  # highest mean reward over 10 steps
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Add metrics and rollout of a step, and return new warnings."""
+        """Add a step, and return new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
@@ -89,15 +86,15 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated() if len(self.recent) == WINDOW else self.constant_rewards())
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # once per stage: little is left to learn
+        # once per stage
         self.said = set(found) | (self.said & {"solved"})
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning per reward that is far higher on training rows than on held-out rows."""
+        """Yield a warning per reward far higher on training than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy answers also count: training may sample at a lower temperature than 1
+            # greedy: training may sample below temperature 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -107,7 +104,7 @@ class WarningRules:
                 )
 
     def unlearned(self, evaluation: dict[str, float], num_rows: int) -> Iterator[str]:
-        """Yield a warning if a held-out reward is far lower than before the stage."""
+        """Yield a warning for a held-out reward far lower than before the stage."""
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
@@ -121,13 +118,13 @@ class WarningRules:
             yield f"{max(falls)[1]} in this stage. {cure}."
 
     def state(self) -> str:
-        """Return recent metrics and warnings as JSON: a resumed run gives the same warnings."""
+        """Return recent metrics and warnings as JSON, for a resumed run."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         recent = [list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes]
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
-        """Continue with metrics from a checkpoint, unless rewards or weights differ."""
+        """Continue from a checkpoint, unless rewards or weights differ."""
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
@@ -137,7 +134,7 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if a metric meets a condition in all of the last 10 steps."""
+        """Return True if a condition holds in the last 10 steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
@@ -145,7 +142,7 @@ class WarningRules:
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for warnings whose condition held over the last 10 steps."""
+        """Yield (name, text) of warnings after 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -179,12 +176,12 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out the `format` reward if answers have no tags: a note has already advised removing it."""
+        """Leave out `format` if answers have no tags: a note has advised to remove it."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
     def all_equal(self) -> bool:
-        """Return True if every reward function scored all completions equally in each of the last 10 steps."""
+        """Return True if all rewards were constant in the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.config.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 
@@ -232,11 +229,11 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if always answering the most frequent solution would earn at least the policy's reward."""
+        """Warn if always answering the most frequent solution earns as much."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # (completions, rewards) per row; a resumed run may have another num_generations
+        # (completions, rewards) per row; num_generations may change at a resume
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
             # rows with all completions scored
@@ -258,7 +255,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # no AdamW state: never had a gradient, which is normal for an expert without tokens
+        # no AdamW state: never a gradient, normal for an expert without tokens
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -1,4 +1,4 @@
-"""Answer the rows in a data file, and write one line per row and a summary; `evaluate` also scores answers.
+"""Answer the rows of a data file, and write one line per row and a summary; `evaluate` also scores the answers.
 
 minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -6,11 +6,10 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 --model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
-and evaluation rewards; its top_k, top_p, min_p and repetition_penalty are not used, as in evaluations during a run.
-Default recipe: minivlmrl.yaml beside the weights, else recipes/own_data.yaml with the prompt template {problem}. If the
-model is in a run folder, whose config.yaml has all options of minivlmrl.yaml, config.yaml is the recipe, because it
-also lists the rewards. Adapter options are read from the adapter folder, except adapter.quantize, which is in the
-recipe that trained it.
+and evaluation rewards; as in evaluations during a run, top_k, top_p, min_p and repetition_penalty are not used. The
+default is config.yaml of the run that trained the model, else minivlmrl.yaml beside the weights, else own_data.yaml
+with the prompt template {problem}. An adapter's folder has its options, except adapter.quantize, which is in the recipe
+that trained it.
 """
 
 import argparse
@@ -109,7 +108,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     """Load the recipe, with model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # no recipe: not trained with a prompt template, so the prompt is the question alone
+    # not trained with a prompt template
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -131,9 +130,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
             raise UserError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
-    is_found = options.recipe is None  # only a recipe named by the user may load code from files
-    # load_config refuses code files as training rewards in a recipe from a model folder; these rewards are read only
-    # if data.eval_rewards is not set
+    is_found = options.recipe is None  # only the user's recipe may load code
+    # a found recipe must not load code: its rewards are read only without data.eval_rewards
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -165,7 +163,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return True if a recipe has all options, with equal values; otherwise another run trained the model."""
+    """Return True if a recipe has all options, with equal values."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
@@ -190,7 +188,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers, and mean rewards over rows with a score."""
+    """Compute the share of truncated answers, and mean rewards of scored rows."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:

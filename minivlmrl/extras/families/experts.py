@@ -1,7 +1,7 @@
 """Mixtures of experts (MoE), the decoder MLPs of Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E small MLPs per token. An expert is a plain MLP module, so LoRA, NF4 and FSDP need no special
-code. Weight files have two tensors per layer for all experts: split by `split_tensors`, stacked by `stack_tensors`.
+A router selects k of E small MLPs per token. An expert is a plain MLP, so LoRA, NF4 and FSDP need no special code.
+Weight files stack all experts of a layer in two tensors: see `split_tensors` and `stack_tensors`.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -35,7 +35,7 @@ class ExpertsConfig(ModelConfig):
     num_experts: NumExperts = 1  # E
     num_experts_per_tok: NumExperts = 1  # k
     moe_intermediate_size: NumExperts = 1
-    # width of the shared expert for all tokens, None = no shared expert
+    # of the expert for all tokens, None = no such expert
     shared_expert_intermediate_size: ClassVar[int | None] = None
 
     def __post_init__(self):
@@ -49,7 +49,7 @@ class ExpertsConfig(ModelConfig):
 
 
 class Experts(nn.Module):
-    """MoE layer with k routed experts per token, and a gated shared expert in Qwen3.5."""
+    """MoE layer: k routed experts per token, in Qwen3.5 also a gated shared expert."""
 
     def __init__(self, model_config: ExpertsConfig, index: int):
         super().__init__()
@@ -66,10 +66,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute outputs (N, D) of tokens x (N, D), without index_add, which is not deterministic on GPUs.
+        """Compute outputs (N, D) of x (N, D), without index_add: not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: sums token counts of experts over ranks, for sharded weights (distributed/fsdp.py).
+            sum_over_ranks: sums token counts over ranks, for sharded weights (distributed/fsdp.py).
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP sums gradients over ranks: an expert that one rank needs runs on all
+            # FSDP sums gradients: an expert runs on all ranks or on none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -117,7 +117,7 @@ def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
         layer.mlp = Experts(model_config, index)
 
 
-# weight files: gate_proj and up_proj of all experts in one tensor, gate_up_proj
+# stacked tensors in weight files: their parts
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
@@ -125,11 +125,11 @@ FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 class StackedExperts:
     """Weights of all experts of a layer, one tensor in weight files."""
 
-    experts: list[list[Weight]]  # per expert, the weights in FUSED
+    experts: list[list[Weight]]  # per expert, weights in FUSED
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the weights of all experts; `full` gathers a sharded weight."""
+        """Stack all experts; `full` gathers a sharded weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
@@ -137,7 +137,7 @@ class StackedExperts:
 class ExpertsFamily(Family):
     """Base class of families with experts."""
 
-    transposed: ClassVar[bool]  # files may have transposed stacks, as Qwen3-VL-MoE on the hub
+    transposed: ClassVar[bool]  # files may have transposed stacks, as of Qwen3-VL-MoE
 
     # adapter.target=experts: experts and routers
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
@@ -158,11 +158,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight file, with stacked experts split.
-
-        Raises:
-            ValueError: a stacked tensor's shape does not match config.json.
-        """
+        """Yield the tensors of a weight file, experts split."""
         for name, tensor in tensors:
             layer_name, _, kind = name.rpartition(".")
             if kind not in FUSED:
@@ -201,7 +197,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Let MoE layers of a sharded model add up token counts over ranks."""
+        """Let MoE layers of a sharded model sum token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

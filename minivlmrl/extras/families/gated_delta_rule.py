@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head of the linear attention has a state, a matrix S (K, V). A token multiplies the state
-by the decay a, corrects the value that the state predicts for its key, and reads the state with its query:
+Each head has a state, a matrix S (K, V). A token multiplies it by the decay a, corrects the value that it predicts for
+the key, and reads it with the query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -9,26 +9,26 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-Inserting S_(i-1) in the definition of u_i gives a triangular system, because u_i depends only on earlier tokens:
+Inserting S_(i-1) in u_i gives a triangular system, because u_i depends only on earlier tokens:
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-The state S occurs only on the right side, so the systems of all chunks are solved at once, before S is known:
+S occurs only on the right, so the systems of all chunks are solved at once, before S is known:
 
     X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
 
-Only the following products are computed chunk after chunk:
+Only these products are computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with keys and queries of 1, values v = 8 and 6, beta = 1/2, and the decay a = 1/2:
+Example: two tokens, keys and queries 1, values 8 and 6, beta = 1/2, a = 1/2:
 
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
     as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2
 
 Dimensions: b rows, T tokens per row, H heads, K elements of a key, V elements of a value, C tokens per chunk.
-Source: the papers Gated Delta Networks (arXiv 2412.06464) and, for the chunked form, DeltaNet (arXiv 2406.06484).
+Source: Gated Delta Networks (arXiv 2412.06464); chunked form: DeltaNet (arXiv 2406.06484).
 """
 
 import math
@@ -40,7 +40,7 @@ CHUNK = 64  # tokens in a chunk
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule token by token, without chunks."""
+    """Compute the gated delta rule token by token."""
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
@@ -52,16 +52,16 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention: each token updates the state, and then reads the updated state.
+    """Compute gated linear attention: each token updates the state, then reads it.
 
     Args:
         q, k: (b, T, H, K), queries and keys. All tensors are float32, or all are float64.
         v: (b, T, H, V), values.
-        beta: (b, T, H), the fraction of the prediction error that is added to the state.
+        beta: (b, T, H), share of the prediction error to correct.
         g: (b, T, H), logarithm of the decay.
-        state: (b, H, K, V), the state before the first token.
+        state: (b, H, K, V), before the first token.
     Returns:
-        The outputs (b, T, H, V), and the state after the last token (b, H, K, V).
+        outputs (b, T, H, V), and the state after the last token
     """
     T = q.shape[1]
     if T == 1:
@@ -70,10 +70,10 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # (b, H, chunks, C, C): how much of an earlier token's state remains at a later token of the same chunk
+    # (b, H, chunks, C, C): what remains of an earlier token at a later token of the chunk
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
-    until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end
+    until = (G[..., -1:] - G).exp()[..., None]  # decay until the chunk end
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -89,15 +89,15 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Divide the tokens of a tensor x into chunks of `size` tokens: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
+    """Divide tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
     (b, T) = x.shape[:2]
-    # zeros fill the last chunk: a token with k = 0 and g = 0 (decay 1) does not change the state
+    # zeros at the end: k = 0 and g = 0 (decay 1) keep the state
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular linear system that the docstring of this file derives for each chunk of tokens."""
+    """Solve the triangular systems for X and Y."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

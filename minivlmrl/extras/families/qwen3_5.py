@@ -1,7 +1,7 @@
 """Qwen3.5: three of four decoder layers are recurrent and need no KV cache.
 
-A recurrent layer runs over a prompt once, and completions start with a copy of its state: the recurrent matrices and
-the last inputs of the convolution. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
+A recurrent layer runs over a prompt once; completions start with a copy of its state: recurrent matrices and last
+convolution inputs. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
 
 Dimension letters: b rows of T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -45,7 +45,7 @@ class Qwen3_5Config(Qwen3VLConfig):
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Annotated[int, ">= 2"] = 4  # convolution kernel size, in tokens
+    linear_conv_kernel_dim: Annotated[int, ">= 2"] = 4  # in tokens
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     image_token_id: TokenId = 248056
@@ -91,8 +91,7 @@ class Layer(DecoderLayer):
     """Decoder layer with GatedAttention or GatedDeltaNet, by config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    # __init__ chooses between GatedAttention and GatedDeltaNet
-    attention_type = None
+    attention_type = None  # see __init__
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
@@ -109,7 +108,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention with an output gate, and rotary embeddings on a part of each head."""
+    """Attention with an output gate, and rotary embeddings on part of a head."""
 
     def __init__(self, model_config: ModelConfig, index: int):
         super().__init__(model_config, index)
@@ -129,7 +128,7 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of x (N, H, D), as many as cos and sin have."""
+    """Rotate the first elements of x (N, H, D), as many as in cos and sin."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
@@ -146,7 +145,7 @@ class GatedDeltaNet(nn.Module):
         self.k_dim, self.v_dim = model_config.linear_key_head_dim, model_config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # total query, key and value widths
+        self.sizes = [key_width, key_width, value_width]  # of q, k, v
         width = sum(self.sizes)  # W
         hidden_size = model_config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -174,11 +173,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return the zero state of b rows.
-
-        Returns:
-            Last convolution inputs (b, taps - 1, W), and recurrent states (b, H, K, V) in float32 or wider.
-        """
+        """Return zeros: last convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V) in float32 or wider."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
         last_inputs = rows.new_zeros(len(rows), taps - 1, sum(self.sizes))
@@ -190,9 +185,9 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             inputs: in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
-            layer_state: state before the tokens, None = initial_state.
+            layer_state: before the tokens, None = initial_state.
         Returns:
-            Results (b, T, H, V), and the state after the tokens.
+            results (b, T, H, V), and the state after the tokens
         """
         qkv, b, a = inputs
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
@@ -206,7 +201,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) share of the old value that is replaced
+        beta = b.sigmoid().to(wide)  # (b, T, H) share of the error to correct
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -218,15 +213,12 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step.
+    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step: results (N, ...).
 
     Args:
-        attention: layout of prompts and completions, and layer_states.
-        index: layer index in attention.layer_states.
-        inputs: (N, ...) tensors, inputs of `scan` for all tokens.
+        index: of the layer, in attention.layer_states.
+        inputs: (N, ...), inputs of `scan`.
         scan: (inputs (b, T, ...), state) -> results (b, T, ...), state after the tokens.
-    Returns:
-        Results (N, ...).
     """
     if isinstance(attention, DecodeAttention):
         return _decode_recurrent_layer(attention, index, inputs, scan)
@@ -240,7 +232,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
         states.append(state)
-        if slots is not None:  # completions start from a copy of their prompt's state
+        if slots is not None:
             out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # for decoding, in prompt order
@@ -276,7 +268,7 @@ class Qwen3_5(Qwen3VL):
     in_vllm = False
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the nested config.json of the hub."""
+        """Convert a flat config to the hub's nested config.json."""
         config = super().write_config(config)
         text = config["text_config"]
         text["layer_types"] = list(text["layer_types"])

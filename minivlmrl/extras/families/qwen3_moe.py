@@ -21,7 +21,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
     moe_intermediate_size: NumExperts = 1408
     # layers with a dense MLP
     mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
-    decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
+    decoder_sparse_step: NumExperts = 1  # every n-th layer has experts
 
     def __post_init__(self):
         super().__post_init__()

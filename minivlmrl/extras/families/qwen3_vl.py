@@ -1,8 +1,8 @@
 """Qwen3-VL: vision tower, video preprocessing and configuration files.
 
-The tower has learned position embeddings beside the 2-D rotary embedding, and no windows. DeepStack merges the outputs
-of inner blocks, and adds them to the image tokens after the first decoder layers. The decoder (decoder.py) has norms on
-q and k, no biases, and interleaved M-RoPE.
+The tower has learned position embeddings and 2-D rotary embeddings, no windows. DeepStack merges outputs of inner
+blocks, and adds them to the image tokens after the first decoder layers. The decoder (decoder.py) has norms on q and k,
+no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches of all images, E hidden_size, M merged tokens (P / 4).
 Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -44,13 +44,13 @@ class Qwen3VLConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Config of the vision towers of Qwen3-VL and Qwen3.5."""
+    """Vision config of Qwen3-VL and Qwen3.5."""
 
     depth: Depth = 27
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # learned position embeddings, a square grid
+    # square grid
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -61,7 +61,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Config of Qwen3-VL's tower, with DeepStack."""
+    """Vision config of Qwen3-VL, with DeepStack."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -83,7 +83,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into a token; DeepStack's mergers normalize them together."""
+    """Merge 2 x 2 patches into a token; DeepStack normalizes them together."""
 
     def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -114,13 +114,12 @@ class Qwen3VisionTransformer(VisionTower):
         self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch, with the arguments of VisionTransformer.forward.
+        """Encode all images; arguments: see VisionTransformer.forward.
 
         Returns:
-            (M, (1 + k) * out_hidden_size): token embeddings, then DeepStack embeddings for the first k decoder layers.
+            (M, (1 + k) * out_hidden_size): tokens, then DeepStack embeddings for the first k decoder layers
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # no windows, no reordering
         layout = vision_layout(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -134,10 +133,10 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate the square grid of position embeddings bilinearly to h x w, corners aligned.
+        """Interpolate position embeddings bilinearly to h x w, corners aligned.
 
         Returns:
-            (t * h * w, E), in the order of pixel_values, equal in all t time steps.
+            (t * h * w, E), in the order of pixel_values, equal for all time steps
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -145,13 +144,13 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # pixel_values: the 2 x 2 patches of a token are contiguous
+        # the 2 x 2 patches of a token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute weights (count, side), float64, of a linear interpolation from `side` to `count` points.
+    """Compute weights (count, side), float64, to interpolate `side` points linearly to `count`.
 
     Example: from 2 to 3 points, (1, 0), (.5, .5) and (0, 1).
     """
@@ -160,7 +159,7 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# keys at the top level of config.json, not in text_config
+# top level of config.json, not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
@@ -169,15 +168,15 @@ TOP_LEVEL = (
 
 @dataclass
 class Videos:
-    """Video preprocessing of transformers 5.23's Qwen3VLVideoProcessor: a pixel budget, and timestamps."""
+    """Video preprocessing as in Qwen3VLVideoProcessor of transformers 5.23: a pixel budget, and timestamps."""
 
-    # minimum and maximum pixels of all frames together
+    # pixels of all frames together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
     sampling: dict = field(default_factory=dict)  # choice of frames, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Compute (height, width) of resized frames: min_pixels, max_pixels per frame, total_pixels per video."""
+        """Compute (height, width) of frames; options: min_pixels and max_pixels per frame, total_pixels per video."""
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)
@@ -204,7 +203,7 @@ class Videos:
     def insert_timestamps(self, pieces: list[str], grids: list[Grid], times: list):
         """Split videos into time steps with timestamps.
 
-        Example: the placeholder of a video with two time steps becomes
+        Example: a video with two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
 
         Args:
@@ -212,8 +211,7 @@ class Videos:
             grids: patch grids (t, h, w) of images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            New pieces, new grids, and seconds between time steps: a grid (1, h, w) and 1.0 s per time step, the old
-            grid and 0.0 s per image.
+            pieces; grids, (1, h, w) per time step; seconds between time steps, 1.0, and 0.0 for an image
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -236,7 +234,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# settings of video_preprocessor_config.json with one supported value
+# in video_preprocessor_config.json: settings with one supported value
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
@@ -261,7 +259,7 @@ class Qwen3VL(Family):
         return Qwen3VisionTransformer(vision_config)
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the layout with text_config, as in transformers since 4.57."""
+        """Convert a flat config to the layout with text_config (transformers 4.57)."""
         text = dict(config)
         mrope_section = text.pop("rope_scaling")["mrope_section"]
         vision = dict(text.pop("vision_config"))
@@ -276,7 +274,7 @@ class Qwen3VL(Family):
         return {**top_level, "text_config": text, "vision_config": vision}
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
-        """Parse video_preprocessor_config.json, with the patch settings of images."""
+        """Parse video_preprocessor_config.json; patches must be those of images."""
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
             same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
@@ -286,10 +284,7 @@ class Qwen3VL(Family):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json for section data.video of a recipe.
-
-        The recipe limits a frame, the file a video: limits are multiplied by the maximum number of frames.
-        """
+        """Return video_preprocessor_config.json for data.video; a recipe limits a frame, the file a whole video."""
         videos = images.videos
         if not isinstance(videos, Videos):
             return {}
