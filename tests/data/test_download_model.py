@@ -82,9 +82,7 @@ def test_an_incomplete_cache_without_network_is_refused(cache, monkeypatch, offl
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if cached:
         snapshot(cache, names=cached)
-    with pytest.raises(
-        ValueError, match=r"Qwen/tiny: there is no such folder, no complete copy .* and the download failed"
-    ) as e:
+    with pytest.raises(ValueError, match=r"Qwen/tiny: there is no such folder, .* and the download failed") as e:
         find_folder(REPOSITORY)
     assert "\n" not in str(e.value)
 
@@ -102,9 +100,7 @@ def test_a_hub_that_does_not_answer_times_out(cache, monkeypatch):
 
 def test_a_repository_without_huggingface_hub_says_what_to_install(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        ValueError, match=r"^Qwen/tiny@main: .* requires huggingface_hub; run pip install -e '\.\[hub\]'"
-    ):
+    with pytest.raises(ValueError, match=r"^Qwen/tiny@main: .* huggingface_hub; run pip install -e '\.\[hub\]'"):
         find_folder(f"{REPOSITORY}@main")
     (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder needs no other package
     assert find_folder(REPOSITORY) == Path(REPOSITORY)

@@ -48,17 +48,6 @@ def test_a_column_without_a_value_is_neither_renamed_nor_converted(write_rows, c
         assert str(error.value).endswith(expected)
 
 
-@pytest.mark.parametrize("label", ["yes", 1, 0.0])
-def test_a_label_is_true_or_false(write_rows, label):
-    """The column `label` is checked only for stages that require labels."""
-    row = {"prompt": "a", "completion": "b", "label": label}
-    required = ("problem", "completion", "label")
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, but it must be of type bool"):
-        FileDataset(write_rows(row), required)
-    assert FileDataset(write_rows(row))[0].columns["label"] == label
-    assert FileDataset(write_rows(row | {"label": False}), required)[0].columns["label"] is False
-
-
 def test_each_answer_of_a_pair_has_its_own_images(write_rows):
     pair = {name: [assistant("a"), user([IMAGE_PART]), assistant(name)] for name in ("chosen", "rejected")}
     shown = {"prompt": [user([IMAGE_PART, text("?")])], "images": ["red.png", "blue.png"]}
@@ -216,30 +205,10 @@ def test_the_stamp_of_image_files_changes_with_their_size_or_time(write_rows, tm
     assert FileDataset(file).media_fingerprint == stamps[2]
 
 
-TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {}}}
-
-
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
-def test_tools_that_the_prompt_would_not_show_are_refused(write_rows, tools):
-    file = write_rows({"problem": "a", "tools": tools})
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: column 'tools' declares tools that the prompt would not show"
-    ):
-        FileDataset(file)
-    assert FileDataset(file, columns={"tools": "tools"})[0].columns["tools"] == tools
-
-
 def test_an_image_alone_is_a_question(write_rows):
     for empty in ("", "  "):
         [row] = FileDataset(write_rows({"problem": empty, "image": "red.png"}))
         assert len(row.images) == 1 and not text_of(row.messages[0]).strip()
-
-
-@pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
-@pytest.mark.parametrize("value", ['["red.png"]', "['red.png', 'blue.png']", '[{"image": "red.png"}]'])
-def test_the_text_of_a_list_of_images_names_the_command(write_rows, column, value):
-    with pytest.raises(ValueError, match=rf"column '{column}' is the text of a list, in JSON or .* `minivlmrl convert"):
-        FileDataset(write_rows({"problem": "a", column: value}))
 
 
 def test_a_row_has_one_prompt_and_one_completion(write_rows):

@@ -20,9 +20,7 @@ from tests.record.record_vision import digest, image_cases, noise, recorded
 def test_errors_in_bounds_name_the_recipe_or_the_folder():
     with pytest.raises(ValueError, match=r"^data: max_pixels is 10, but it must be at least min_pixels, which is 3136"):
         read_image_processor({}, "folder.json", max_pixels=10)
-    with pytest.raises(
-        ValueError, match=r"^folder\.json: max_pixels is 3136, but it must be at least min_pixels, which is 4000"
-    ):
+    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels is 3136, .* min_pixels, which is 4000"):
         read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
 
 

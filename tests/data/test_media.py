@@ -105,9 +105,7 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
         r"1\.png \(line 2, column 'image'\), 2\.png \(line 3, column 'image'\), 3\.png \(line 5, column 'video'\), "
         r"4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
     )
-    with pytest.raises(
-        ValueError, match=rf"rows\.jsonl: 6 missing image or video files in {folder}, for example {listed}"
-    ):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 missing .* in {folder}, for example {listed}"):
         FileDataset(folder / "rows.jsonl")
     assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
 

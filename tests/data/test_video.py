@@ -188,10 +188,7 @@ def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
     assert len(load_video(content, nframes=6).frames) == 6
     PIL.Image.new("RGB", (32, 24)).save(tmp_path / "a.png")
     for source, options in ((content, {"nframes": 8}), ([tmp_path / "a.png"] * 8, {})):
-        with pytest.raises(
-            ValueError,
-            match="8 frames of 32 x 24 pixels have more pixels in total than the limit of 6143; use fewer or",
-        ):
+        with pytest.raises(ValueError, match=r"8 frames of 32 x 24 pixels have .* than the limit of 6143; use"):
             load_video(source, **options)
 
 

@@ -51,9 +51,7 @@ def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
         gpus(0, error)
         assert str(find_device()) == "cpu"
     gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
-    with pytest.raises(
-        ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): update the driver"
-    ):
+    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old .found version 11040..\): update the"):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert str(find_device()) == "cpu"

@@ -1,12 +1,12 @@
 """Fork child processes that exit after their work, and never continue as a second pytest."""
 
+import functools
 import gc
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -45,12 +45,29 @@ def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         return work(rank)
 
-    return [exit_code(child) for child in [fork(partial(begin, rank)) for rank in range(size)]]
+    return [exit_code(child) for child in [fork(functools.partial(begin, rank)) for rank in range(size)]]
 
 
 def fork_ranks(size: int, work: Callable[[process_group.World], int | None], timeout: float) -> list[int]:
     """Call work(world) on gloo ranks in forked processes; return exit codes."""
     return fork_processes(size, lambda rank: work(process_group.setup(1, timeout, sharded=False)))
+
+
+def hook_call(owner, name, number, before=lambda *_: None, after=lambda *_: None):
+    """Replace a function so that its call `number` (from 1) also runs `before` and `after`."""
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            before(*arguments)
+        result = original(*arguments, **options)
+        if len(calls) == number:
+            after(*arguments)
+        return result
+
+    setattr(owner, name, call)
 
 
 @pytest.fixture

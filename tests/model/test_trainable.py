@@ -50,9 +50,7 @@ def test_adapters_of_frozen_parts_are_frozen_too():
     select_trained(model, ["vision"])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(map(is_adapter, trained)) and {part_of(name) for name in trained} == {"merger", "language"}
-    with pytest.raises(
-        ValueError, match=r"model.freeze is \[merger\], so no parameter would be trained.*adapter.target"
-    ):
+    with pytest.raises(ValueError, match=r"model.freeze is \[merger\], so no parameter would .*adapter.target"):
         select_trained(adapted(["merger"]), ["merger"])
 
 

@@ -103,9 +103,7 @@ def test_wrong_and_incomplete_heads_are_refused(tmp_path, change):
     save_value_model(tmp_path / "judge", value_model(), tiny.processor(), ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
-    with pytest.raises(
-        ValueError, match=r"score\.safetensors contains .*, but it must contain only score\.weight with shape \(1, 64\)"
-    ):
+    with pytest.raises(ValueError, match=r"safetensors contains .* must contain only score\.weight with shape \(1, 64"):
         load_value_model(tmp_path / "judge")
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"score\.safetensors is not a complete safetensors file"):

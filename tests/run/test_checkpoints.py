@@ -36,7 +36,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState
 from tests.helpers import tiny
-from tests.helpers.children import fork_processes
+from tests.helpers.children import fork_processes, hook_call
 from tests.helpers.on_ranks import ONE, eager
 from tests.helpers.runs import leave_out, write_lines
 from tests.helpers.stages import write_recipe
@@ -79,23 +79,6 @@ def lively():
 
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hook_call(owner, name, number, before=lambda *_: None, after=lambda *_: None):
-    """Replace a function so that its call `number` (from 1) also runs `before` and `after`."""
-    original, calls = getattr(owner, name), []
-
-    @functools.wraps(original)
-    def call(*arguments, **options):
-        calls.append(1)
-        if len(calls) == number:
-            before(*arguments)
-        result = original(*arguments, **options)
-        if len(calls) == number:
-            after(*arguments)
-        return result
-
-    setattr(owner, name, call)
 
 
 PLACES = {
@@ -495,9 +478,7 @@ def test_a_read_that_fails_once_deletes_no_checkpoint(recipe, finished, copy, mo
 def test_a_renamed_checkpoint_is_not_deleted_by_its_resume(recipe, copy):
     (copy / "states" / "000002").rename(copy / "states" / "000009")
     for selected in ("auto", copy / "states" / "000009"):
-        with pytest.raises(
-            ValueError, match="000009 was saved after 2 steps, but its name says otherwise; rename the folder"
-        ):
+        with pytest.raises(ValueError, match=r"000009 was saved after 2 steps, but .*; rename the folder"):
             resume(recipe, copy, f"--resume={selected}")
     assert states(copy) == ["000003", "000009"]
 

@@ -61,9 +61,7 @@ def test_files_have_weights_image_roots_and_rewards(files):
     assert problems(rows) == ["a0", "a1", "a2", "a3", "b1", "b1"]
     assert [row.columns.get("row_rewards") for row in rows][3:5] == [None, ["format"]]
     assert rows[4].images[0].size == (8, 8)
-    with pytest.raises(
-        ValueError, match=r"b\.jsonl: unknown reward 'iou'; the rewards of the recipe are: accuracy, format"
-    ):
+    with pytest.raises(ValueError, match=r"b\.jsonl: unknown reward 'iou'; .* are: accuracy, format"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
     with pytest.raises(ValueError, match=r"b\.jsonl: 2 missing image or video files in .* set data.image_root"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])

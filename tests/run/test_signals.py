@@ -91,9 +91,7 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
     with StopSignals(World()) as stop:
         reward = replace(Reward("hang", hang), max_seconds=1800.0).with_world(stop.world)
         stop.can_stop = lambda: False
-        with pytest.raises(
-            RewardFailed, match=r"reward hang, for 1 completion from this row on: the call took more than 0\.2 seconds"
-        ):
+        with pytest.raises(RewardFailed, match=r"reward hang, for 1 completion .* took more than 0\.2 seconds"):
             reward(completions=["a"])
         stop.can_stop = lambda: True
         reward(completions=["a"])
