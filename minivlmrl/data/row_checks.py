@@ -1,11 +1,11 @@
 """Check rows when a file is opened, not when they are read again.
 
 check_columns    types of values, and turns
-check_prompts    one prompt per row
-check_texts      texts with lists, tags or markup of other projects
-check_question   after read_row: a question without text or images
+check_prompts    exactly one prompt per row
+check_texts      texts with lists, tags or markup from other projects
+check_question   after read_row: questions without text or images
 check_answers    after read_row: empty answers, and pairs of identical answers
-check_required   columns that a stage or a reward needs
+check_required   columns that a stage or reward needs
 check_unread     images and videos that the model would not see
 """
 
@@ -42,7 +42,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
-TURN_KEYS = {  # role: keys of its turns
+TURN_KEYS = {  # {role: keys in its turns}
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
     "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
@@ -64,14 +64,14 @@ FILE_NAMES = {
 }
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# conversation already rendered by a chat template
+# a conversation that a chat template has already rendered
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
 # tags of other projects: ms-swift (names and boxes of column `objects`), Qwen-VL (image path between <img> tags), MMMU
 # <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
-LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a list of objects or texts in JSON or Python
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # beginning of a list of objects or texts, in JSON or Python
 
 
 def checked_row(
@@ -99,23 +99,23 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # check_unread names a misspelled image column, such as `imge`
+        # names a misspelled image column, such as `imge`
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may keep an additional image for a reward
+    if shown:  # data.columns may keep another image for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise ValueError for an invalid turn, or a value of the wrong type in a column that is read."""
+    """Raise ValueError for an invalid turn, or a wrong type in a column that is read."""
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings elsewhere
+        if name in VALUES and (name != "label" or name in known):  # other projects use `label` differently
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a text with at most one <answer> tag")
@@ -138,7 +138,7 @@ def check_prompts(columns: dict, template: str):
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
-    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":  # prompt and answer in one column
+    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":  # prompt and answer are in one column
         given += [name for name in ["completion"] if columns.get(name) is not None]
     if len(given) > 1:
         raise LayoutError(
@@ -256,7 +256,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a text with a list of turns, or a question that is a list of one text."""
+    """Return True for a list of turns as text, or a question that is a list with one text."""
     items = literal_list(text) or []
     if len(items) == 1 and isinstance(items[0], str):
         return column in PROMPTS
@@ -278,7 +278,7 @@ def check_question(columns: dict, media: Sequence[Media]):
 def check_answers(row: Row, columns: dict):
     """Raise ValueError for a blank or untrained answer, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    said = {}  # turns per answer, with joined texts
+    said = {}  # {answer: turns with joined texts}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -288,7 +288,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # whole conversations in addition to a prompt; `convert` can read them
+            except ValueError as error:  # whole conversations besides a prompt, which `convert` can read
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -306,7 +306,7 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise ValueError if a column for a stage or reward is missing."""
+    """Raise ValueError if a row lacks a column for a stage or reward."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
@@ -326,7 +326,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
     Args:
         media: images and videos that the model sees.
-        known: columns that may have images for other purposes: named by data.columns or a reward.
+        known: columns that may hold other images, because data.columns or a reward names them.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -348,7 +348,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # only the bytes of Hugging Face's {"bytes": ..., "path": ...}: the path is the same image
+        # only the bytes in Hugging Face's {"bytes": ..., "path": ...}, because the path is the same image
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -358,13 +358,13 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" for the content or name of a media file, otherwise None."""
+    """Return "image" or "video" if content or name is that of a media file, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a text with spaces, such as "Describe cat.png", must be an existing file
+        # a text with spaces, such as "Describe cat.png", must name an existing file
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None

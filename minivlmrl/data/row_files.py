@@ -1,6 +1,6 @@
-"""Read rows of JSON Lines, JSON and parquet files.
+"""Read rows from JSON Lines, JSON and parquet files.
 
-The text of JSON files stays in memory; rows of parquet files are loaded from disk at use.
+The text of JSON files stays in memory; parquet rows are loaded from disk at use.
 """
 
 import bisect
@@ -18,24 +18,24 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, error_context, optional_dependency, require, truncate
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
-# types in parquet files that JSON does not have; values of these types are converted to text
+# types in parquet files that JSON lacks; their values are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
-WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys of an object with all rows
-# files in a folder written by `minivlmrl convert`
+WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys that may hold all rows, in a JSON object
+# files that `minivlmrl convert` wrote into a folder
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
-SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a list
-# for rows: refuses repeated keys, converts NaN and Infinity to None
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # beginning, separator or end of a list
+# rejects repeated keys, converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Open the rows of a file, a folder, or one split of a folder: "folder@train".
+    """Open the rows in a file, a folder, or one split of a folder: "folder@train".
 
     Raises:
         ValueError: missing or unreadable file, or several candidates in the folder.
     """
     path, split = split_of(path)
-    if isdir(path):  # os.path: pathlib raises OSError for too long names
+    if isdir(path):  # os.path, because pathlib raises OSError for too long names
         return _open_folder(path, split)
     if not isfile(path):
         raise UserError(
@@ -53,7 +53,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def split_of(path: str | Path) -> tuple[Path, str | None]:
-    """Split "folder@train" into folder and split, split None for plain paths."""
+    """Split "folder@train" into folder and split; without @, the split is None."""
     folder, _, split = str(path).rpartition("@")
     if split and isdir(folder) and not (isfile(path) or isdir(path)):
         return Path(folder), split
@@ -79,7 +79,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # messages shorten long quotes, so long paths are escaped with backslashes
+    # messages truncate long quotes, so escape long paths with backslashes instead
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -91,7 +91,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
-    # train-00000-of-00002.parquet: split "train"
+    # "train" for train-00000-of-00002.parquet
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
@@ -130,10 +130,10 @@ def read_text(path: Path) -> str:
 
 
 def find_coco(path: Path, text: str) -> dict:
-    """Return the object of a COCO file, {} for a file of rows.
+    """Return the object in a COCO file, {} for a file with rows.
 
     Raises:
-        ValueError: another object with all rows.
+        ValueError: another object instead of rows.
     """
     try:
         content, end = ROW_DECODER.raw_decode(text.strip())
@@ -150,7 +150,7 @@ def find_coco(path: Path, text: str) -> dict:
 
 
 class Lines:
-    """Rows of a JSON Lines file, or of a JSON list."""
+    """Rows from a JSON Lines file, or from a JSON list."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -168,9 +168,9 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return (line number, text) per item of a JSON list, with line breaks anywhere."""
+        """Return (line number, text) per item in a JSON list, with line breaks anywhere."""
         rows = []
-        separator = SEPARATOR.search(content)  # opening bracket, later commas
+        separator = SEPARATOR.search(content)  # opening bracket first, then commas
         start = 0
         line_number = 1
         while separator and separator[1] != "]":
@@ -193,7 +193,7 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return file and line of a row, such as "rows.jsonl:3", for error messages."""
+        """Return a row's file and line, such as "rows.jsonl:3", for error messages."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
@@ -206,9 +206,9 @@ class Lines:
 
 
 class Arrow:
-    """Rows of parquet files, in file order.
+    """Rows from parquet files, in file order.
 
-    Reading a row loads its whole row group; the last 4 are cached.
+    Reading a row loads its row group; the last 4 groups are cached.
     """
 
     def __init__(self, paths: list[Path]):
@@ -217,9 +217,9 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # per row group: path, first row index of the file, open file, index in the file
+        # (path, index of the file's first row, open file, index in the file) per row group
         self.groups = []
-        self.starts = [0]  # first row index per group, then the total
+        self.starts = [0]  # index of the first row per group, then the number of rows
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -240,7 +240,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Return file and row index, such as "a.parquet: row 0"."""
+        """Return a row's file and index, such as "a.parquet: row 0"."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -253,13 +253,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example, a year that Python does not support
+            except (OverflowError, OSError) as error:  # for example a year that Python does not support
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, with `change` applied to values of the given types."""
+    """Copy nested lists and dicts, with `change` applied to values of these types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Measure rows in tokens, and find rows that are too long.
 
-Row facts give an estimate. Only if it is not enough, a row is read and its prompt tokenized, without decoding images.
+RowFacts give an estimate. Only if it is not enough, a row is read and its prompt tokenized, without decoding images.
 """
 
 import math
@@ -18,17 +18,17 @@ from minivlmrl.data.video import outline_video
 from minivlmrl.errors import error_context, pluralize
 
 MARKUP = 1000  # maximum tokens that a chat template adds to a prompt
-TOKEN_BYTES = 3  # rough bytes per token, for sorting only
+TOKEN_BYTES = 3  # rough estimate, only for sorting
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """Token and image counts of a row; defaults: a typical row with one image."""
+    """Token and image counts for a row; by default, those of a typical row with one image."""
 
     text_tokens: int = 200  # in the prompt
     image_tokens: int = 1000  # in the prompt, after merging patches
-    frames: int = 1  # equally large images that share image_tokens; two video frames count as one
-    answer_tokens: int | None = None  # longest given answer, None = no answer
+    frames: int = 1  # images of equal size that share image_tokens; two video frames are one
+    answer_tokens: int | None = None  # longest given answer; None = no answer
     longest: int = 0  # longest sequence in tokens: prompt with an answer, or with some of its turns
     where: str = ""  # file and line
     media: str = ""  # image and video sizes, for messages
@@ -54,7 +54,7 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        """Return the tokens of an image of this size."""
+        """Return the tokens for an image with this size."""
         _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]  # reads the size
         return self.num_tokens(grid)
 
@@ -64,7 +64,7 @@ def patch_counter(processor: Processor) -> PatchCounter:
 
 
 def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
-    """Count a row's tokens from the sizes of its images and videos."""
+    """Count a row's tokens from its image and video sizes."""
     counter = replace(processor, image_processor=patch_counter(processor))
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
@@ -97,9 +97,9 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
     """Count a row's tokens; rows are read and measured once per processor.
 
     Args:
-        answers: to measure, such as ("chosen", "rejected").
+        answers: Row fields to include, such as ("chosen", "rejected").
     Raises:
-        ValueError: unreadable image, or a size that the processor refuses.
+        ValueError: unreadable image, or a size that the processor rejects.
     """
     facts = rows.facts[index]
     file = facts.file
@@ -107,7 +107,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # already measured with answers
+    if not answers and sizes:  # already measured, with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -124,10 +124,10 @@ def row_sizes(
     answers: Sequence[str] = (),
     unreadable: list[str] | None = None,
 ) -> Iterator[RowSize]:
-    """Yield the sizes of rows by index.
+    """Yield row sizes by index.
 
     Args:
-        unreadable: collects errors of unreadable rows, None = raise them.
+        unreadable: collects errors for unreadable rows; None = raise them.
     """
     for index in indices:
         try:
@@ -142,12 +142,12 @@ def row_sizes(
 
 
 def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
-    """Return a row's image tokens, infinity if the row would have to be read."""
+    """Return a row's image tokens, infinity if unknown without reading the row."""
     if facts.num_videos or any(size is None for size, _ in facts.images):
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # size refused by the processor; reported or skipped at use
+    except ValueError:  # a size that the processor rejects is reported or skipped when the row is used
         return math.inf
 
 
@@ -164,11 +164,11 @@ def long_rows(
     Unreadable rows raise ValueError unless skip_unreadable.
     """
     if not isinstance(rows, FileDataset):
-        return  # rows of data.task are similar
+        return  # rows from data.task are all similar
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):
-        # a token has at least one byte: no more tokens than bytes
+        # a token has at least one byte, so there are no more tokens than bytes
         if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)

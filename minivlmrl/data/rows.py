@@ -1,4 +1,4 @@
-"""Data classes Row (an example), Prompt (its question as tensors) and Completion (an answer)."""
+"""Data classes: Row (an example), Prompt (its question as tensors) and Completion (an answer)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ class Prompt:
     """A row's question as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # (patches, values per patch) of all images and videos in order, dtype of ImageProcessor
+    # (patches, values per patch) for all images and videos in order, dtype of ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    # vision tower output of a frozen tower, None = not computed
+    # output of a frozen vision tower, None = not computed
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # no dataclass field: FSDP2 would copy the row in every forward pass
+        # not a dataclass field, because FSDP2 would copy the row in every forward pass
         self.row: Row | None = None
 
 
@@ -50,23 +50,23 @@ class ToolUse:
 class Completion:
     """A sampled or demonstrated answer.
 
-    Token ids are kept: decoding and tokenizing again can give other ids.
+    It has token ids, because decoding and tokenizing again can give other ids.
     """
 
     ids: Tensor  # (C,) int64, with the stop token
     # (C,) float32 log-probabilities in nats, at sampling temperature (1 for greedy); None = not sampled
     logps: Tensor | None = None
-    # ended by a stop token or stop string, not by max_new_tokens
+    # True if a stop token or stop string ended the completion, not max_new_tokens
     stopped: bool = True
-    # (C,) bool: False for tokens of a tool or user; None = all from the policy
+    # (C,) bool, False for tokens from a tool or user; None = all from the policy
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): token i was drawn from counts[i] ids kept by top_k, top_p and min_p; `ids` has them all
+    # (counts, ids): top_k, top_p and min_p kept counts[i] ids for token i; `ids` has them all
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in turns
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values from log_extra, as in TRL
-    turns: "Sequence[Completion]" = ()  # one per assistant turn if turns have their own prompts
-    prompt: Prompt | None = None  # of a single turn
+    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if turns have their own prompts
+    prompt: Prompt | None = None  # the turn's own prompt, in `turns`
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -88,19 +88,19 @@ class Row:
     """A training example: prompt, images and videos, columns and answers."""
 
     messages: list[dict]  # prompt; see data/messages.py
-    images: Sequence[PIL.Image.Image]  # one per image part of the prompt, in order
-    # such as problem and solution; reward functions get the values as arguments
+    images: Sequence[PIL.Image.Image]  # one per image part in the prompt, in order
+    # data columns such as problem and solution, also passed to reward functions
     columns: dict = field(default_factory=dict)
     # demonstrated answer for SFT, text or turns; an image in a turn is a function that decodes the file
     completion: str | list[dict] | None = None
-    chosen: str | list[dict] | None = None  # better answer of a pair
+    chosen: str | list[dict] | None = None  # better answer in a pair
     rejected: str | list[dict] | None = None  # worse answer
-    # one per video part of the prompt, in order
+    # one per video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages
-    key: str = ""  # seed of all random numbers of the row
+    key: str = ""  # seed for all random numbers of the row
     index: int = -1  # index in its dataset
-    prepared_prompt: Prompt | None = None  # computed in advance by a loader thread
+    prepared_prompt: Prompt | None = None  # computed in advance by a thread of the loader
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
         """Convert the question to tensors, if no thread has done so.
@@ -114,7 +114,7 @@ class Row:
             return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # image sizes, for example, are checked here
+        except ValueError as error:  # for example an invalid image size
             if not self.where or str(error).startswith(self.where):  # image errors already name the row
                 raise
             raise UserError(f"{self.where}: {error}") from error
@@ -129,7 +129,7 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
     """Return random numbers in [0, 1) for sampling.
 
     Args:
-        keys: seed text per prompt, so completions do not depend on batches or ranks.
+        keys: seed text per prompt, so that completions do not depend on batches or ranks.
     Returns:
         (keys * num_generations, max_new_tokens) float64, one number per token.
     """
@@ -139,5 +139,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy generator, seeded with the bytes of a text."""
+    """Create a NumPy generator with a text's bytes as its seed."""
     return numpy.random.default_rng(list(key.encode()))

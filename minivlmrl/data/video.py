@@ -1,6 +1,6 @@
-"""Resize video frames as qwen-vl-utils, and cut them into patches; files: extras/video_files.py.
+"""Resize video frames like qwen-vl-utils, and cut them into patches; files: extras/video_files.py.
 
-Qwen3-VL samples and resizes in extras/families/qwen3_vl.Videos.
+Qwen3-VL samples and resizes frames in extras/families/qwen3_vl.Videos.
 """
 
 import math
@@ -16,17 +16,17 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import UserError
 from minivlmrl.load_extra import load_extra
 
-FRAME_FACTOR = 2  # frames sampled: a multiple
+FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this
 TOTAL_TOKENS = 115_200  # default limit per video, in tokens of 28 * 28 pixels
-# pixels of all sampled frames: 6 GiB as RGB
+# maximum pixels in all sampled frames: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """Frames sampled from a video, and their rate."""
+    """Frames sampled from a video, with their rate."""
 
-    frames: Sequence[PIL.Image.Image]  # all of one size
+    frames: Sequence[PIL.Image.Image]  # equal sizes
     fps: float  # sampled frames per second
     # time per frame in seconds, None = constant rate fps
     seconds: Sequence[float] | None = None
@@ -56,8 +56,8 @@ class Video:
         pil, frames are resized as in transformers' image processor.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and the seconds between temporal patches, or, for
-            families with timestamps in the prompt, a list with the time of each temporal patch.
+            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches; for families with
+            timestamps in the prompt, instead a list with the time of each temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -74,9 +74,9 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """Video file, read later with a model's processor: families sample different frames."""
+    """Video file, read only with a model's processor, because families sample different frames."""
 
-    load: Callable[..., Video]  # load_video without frame_factor and defaults
+    load: Callable[..., Video]  # load_video, with all arguments but frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -91,14 +91,14 @@ class VideoFile:
 
 
 def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Load sampled frames of a video.
+    """Load sampled frames from a video.
 
     Args:
-        source: video file as in media.fetch_image, or a list of images, all used as frames.
+        source: video file as in media.fetch_image, or a list of images, which are all used as frames.
         folder: for relative paths.
-        frame_factor: sampled frames are a multiple of it.
+        frame_factor: the number of sampled frames is a multiple of it.
         defaults: frame selection options for a video file, if `sampling` has none.
-        sampling: options; see extras/video_files.sample_indices. A list of images has only fps, its images per second
+        sampling: options; see extras/video_files.sample_indices. For a list of images only fps, images per second
             (default 2), `sample_fps` in qwen-vl-utils 0.0.14.
     """
     sampling = check_options("video", sampling)
@@ -119,7 +119,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video of blank frames, with size and number from the file header; arguments: load_video."""
+    """Return a video with blank frames, whose size and number are in the file header; arguments as in load_video."""
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
         with open_image(source[0], folder) as image:
@@ -151,10 +151,10 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Args:
         options: min_pixels and max_pixels bound a frame's area in pixels (default: 128 and 768 tokens), total_pixels
             that of all frames (default: 115200 tokens). A frame may use twice its share of total_pixels, because two
-            frames form one temporal patch. Alternatively, resized_height and resized_width, as for an image.
+            frames form one temporal patch. Alternatively resized_height and resized_width, as for an image.
 
-    Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once; qwen-vl-utils 0.0.14
-    resizes them twice.
+    Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once here, but twice in
+    qwen-vl-utils 0.0.14.
     """
     options = check_options("video", options)
     factor = processor.factor
