@@ -17,7 +17,7 @@ error         on_error        before completed steps are saved
 end           on_run_end      even after an error or a signal
 
 Default callbacks watch a run without changing its numbers: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. They are extras; a copy without extras/ has none.
+warn if training does not learn or the loss ignores an input. They are in extras/; without that folder there are none.
 To add one: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -78,7 +78,7 @@ class Callback:
     def after_step(self, trainer: Trainer, number: int):
         """Update state that changes with every step, such as a moving reference model.
 
-        This counts as part of the weight update: a checkpoint contains both or neither, so a resumed run is exact.
+        This is part of the weight update: a checkpoint contains both or neither, so a resumed run is exact.
 
         Args:
             number: step in this stage, from 0.
@@ -106,7 +106,7 @@ class Callbacks(list[Callback]):
 
 
 class Watcher(Callback):
-    """Base class for callbacks that only watch: errors are printed, and the run continues without the callback."""
+    """Base class for callbacks that only watch: an error is printed, and the run continues without the callback."""
 
     failed = False
 
@@ -137,7 +137,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {what to watch: class in extras/}
+WATCHERS = {  # {what it watches: class in extras/}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",

@@ -1,7 +1,7 @@
 """Read and write checkpoint tensors as safetensors files, which cannot run code.
 
-Ranks write their own rows of sharded tensors and read theirs from the files of all ranks, so four ranks can load what
-two saved. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
+Ranks write their own rows of sharded tensors and read theirs from all ranks' files, so four ranks can load what two
+saved. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # bytes per block in sampled_blocks
-FILE_SIZE = 2**30  # approximate file size in bytes; a file is built in host memory
+FILE_SIZE = 2**30  # approximate file size in bytes; files are built in CPU memory
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks from weight files, to hash them.
 
-    Training changes values in every block, so files above 64 MiB are represented by 1,024 evenly spaced blocks.
+    Training changes values in every block, so 1,024 evenly spaced blocks are enough for files above 64 MiB.
     """
     for file in files:
         size = file.stat().st_size
@@ -48,7 +48,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # tensors are the same on all ranks; they take turns
+    return number % world.size == world.rank  # the tensor is the same on all ranks, so they take turns
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
@@ -89,7 +89,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # close after each read: frees memory
+            # closed after every read, which frees memory
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

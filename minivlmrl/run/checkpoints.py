@@ -6,8 +6,8 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. They contain no
-random states either: generators are seeded again from the run seed and the stage, step or row. Folders with incomplete
-checkpoints end with .partial.
+random states either, because generators are seeded again from the run seed and the stage, step or row. Folders with
+incomplete checkpoints end with .partial.
 """
 
 import re
@@ -49,7 +49,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # without base weights of adapters: a resumed run loads or initializes them again
+    # without an adapter's base weights, which a resumed run loads or initializes again
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -62,7 +62,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's states/ folder, oldest first."""
+    """Return the complete checkpoints in states/, oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
@@ -100,7 +100,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 class Resumed(NamedTuple):
     """Where a run starts."""
 
-    folder: Path | None  # its checkpoint, None = a new run
+    folder: Path | None  # checkpoint to load, None = a new run
     state: TrainerState
     saved: list[Path]  # checkpoints in output_dir
 
@@ -114,7 +114,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     media = datasets if world.is_main else {}  # other ranks have not read the files
     recipe, files = recipe_options(config), fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
-    # rank 0's list for all: ranks may see different checkpoints on a shared file system
+    # rank 0's list for all, because ranks may see different checkpoints on a shared file system
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -278,7 +278,7 @@ class CheckpointManager:
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()  # time of the last checkpoint
         self.can_save = True  # False while a rollout is in use
-        self.trainer: Trainer | None = None  # of the stage in progress
+        self.trainer: Trainer | None = None  # trainer for the stage in progress
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
@@ -302,7 +302,7 @@ class CheckpointManager:
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:  # only rank 0 contributes: all ranks must agree
+        if self.world.sum(is_late)[0]:  # only rank 0 knows the time, but all ranks must agree
             return True
         if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True

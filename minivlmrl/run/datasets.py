@@ -18,7 +18,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of training rows: required columns besides the prompt}
+# {kind of training rows: required columns, besides the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -41,7 +41,7 @@ def load_datasets(
 
     Args:
         stages: {stage: key in NEEDS}.
-        reward_columns: required in training rows, unless a file in data.train lists its rewards.
+        reward_columns: required in training rows, except in data.train files that list their own rewards.
         eval_columns: required in held-out rows.
         world: ranks, None = a single process.
         reads: columns that a stage or a reward may read, None = any.
@@ -83,7 +83,7 @@ def _load_datasets(
     if options.task is not None:
         return load_task(config, stages)
     open_file = partial(_open_file, options, checks_files, reads)
-    # stages on the same file share its rows: parsed only once
+    # stages with the same file share its rows, so that they are parsed once
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -100,11 +100,11 @@ def _load_datasets(
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
     if options.eval_file and options.eval_rows:
-        # a recipe with pairs only is evaluated on held-out pairs, without sampling
+        # with pairs only, evaluations compare held-out pairs, without sampling
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # evaluation alone: its file may already have the new names
+    if stages:  # without stages, the held-out file may already have the new names
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -152,7 +152,7 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError if ranks cannot share the prompts of a step equally."""
+    """Raise ValueError if ranks cannot share a step's prompts equally."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
@@ -165,7 +165,7 @@ def _open_section(
 
     Args:
         columns: required by stages.
-        scores: required by all rewards of the recipe, empty if no stage uses rewards.
+        scores: required by all rewards in the recipe, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -193,18 +193,18 @@ def _open_file(
     """Open a data file.
 
     Args:
-        rewards: names of the rewards for its rows, empty = all.
-        changed_options: override the `data` section.
+        rewards: reward names for its rows, empty = all.
+        changed_options: override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # overrides a column `row_rewards` in the file, which is not meant for minivlmrl
+    # replaces a column `row_rewards` in the file, which has another meaning there
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)
 
 
 def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
-    """Concatenate data files, repeated by their `weight`."""
+    """Concatenate data files, repeated by `weight`."""
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):

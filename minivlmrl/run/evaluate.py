@@ -22,9 +22,9 @@ from minivlmrl.rewards.registry import Reward, held_out_rewards, required_column
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
-BATCH_SIZE = 64  # maximum rows per rank at the same time
+BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # upper limit of sampling.max_batch_tokens in an evaluation
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options without any change to the probabilities
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave probabilities unchanged
 # {kind of training rows: metric on held-out answers}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
@@ -39,7 +39,7 @@ def evaluate(
     images from another row. Means skip rows whose reward is None.
     """
     rewards = held_out_rewards(config)
-    # no top_p or repetition_penalty: accuracies stay comparable between runs
+    # without top_p or repetition_penalty, so that accuracies stay comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -58,13 +58,13 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Return sampling options for an evaluation: built-in sampler, at most 16,384 tokens per batch."""
+    """Return sampling options for evaluations: built-in sampler, at most 16,384 tokens per batch."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
 
 
 def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:
-    """Return metrics from means {"greedy": [mean per reward], "sampled": ...}."""
+    """Convert means {"greedy": [mean per reward], "sampled": ...} to metrics."""
     values = {f"eval/{rewards[0]}_{way}": mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
         values[f"eval/{reward}_sampled"] = means["sampled"][k]
@@ -75,8 +75,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means of values in [0, 1]."""
-    # Upper bound: values from 0 to 1 vary at most as much as correct and incorrect answers with the same mean. One
-    # correct and one incorrect answer are added; otherwise 0 correct out of 30 would have no noise.
+    # Upper bound: values in [0, 1] vary at most as much as right and wrong answers with the same mean. One right and
+    # one wrong answer are added, because otherwise 0 right out of 30 would have no noise.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -91,7 +91,7 @@ def check_best_metric(config: RunConfig, needs: Collection[str]):
     """Raise ValueError if no evaluation measures best_metric.
 
     Args:
-        needs: kinds of rows, over all stages.
+        needs: kinds of rows, from all stages.
     """
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
@@ -107,7 +107,7 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return the next row's images and videos, repeated or cut to match this row's count.
+    """Return the next row's images and videos, repeated or cut to this row's number.
 
     They are resized to this row's image sizes, so boxes keep their units.
     """
@@ -120,7 +120,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function that replaces images and videos}
+# {metric suffix: function that returns other images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -135,16 +135,16 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield results per batch.
 
-    Ranks share the rows, but all yield all results.
+    Ranks share the rows, but all of them yield all results.
 
     Args:
         key: seeds the sampling, together with the row index.
         describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
-        images: function in IMAGE_ABLATIONS to replace the images, None = keep them.
+        images: function in IMAGE_ABLATIONS that replaces the images, None = keep them.
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # None for columns missing in held-out rows
+    # None for required columns that held-out rows lack
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -162,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # with two ranks: rank 0 sampled rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
+        # two ranks: rank 0 has sampled rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

@@ -1,4 +1,4 @@
-"""Lock the output folder, so no other run writes to it."""
+"""Lock the output folder, so that no other run writes to it."""
 
 import errno
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from uuid import uuid4
 from minivlmrl.errors import UserError
 from minivlmrl.kernels.file_lock import lock_file
 
-NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # file systems without locks
+NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors on file systems without locks
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                     "choose another folder."
                 ) from error
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # without locks, other runs go undetected
+                if error.errno not in NO_LOCKS:  # without locks, other runs are not detected
                     raise
             if world.size == 1:
                 return ""

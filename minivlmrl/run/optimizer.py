@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer for all parameters that require gradients."""
-    # shards, not full weights, which FSDP may still hold after a forward pass
+    # only the shards: after a forward pass, FSDP may still hold full weights
     reshard(model)
     return make_optimizer(trained_parameters(model), options, section)
 
@@ -40,9 +40,9 @@ def make_optimizer(parameters: list, options: TrainingOptions, section: Optimize
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create optimizer state by a step with zero gradients.
+    """Create optimizer state with a step on zero gradients.
 
-    Weight decay changes the weights, so load a checkpoint only afterwards.
+    Load a checkpoint only afterwards, because weight decay changes the weights here.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -60,7 +60,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # the training loop writes group["lr"]
+            # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
@@ -73,7 +73,7 @@ def check_optimizer(section: OptimizerOptions):
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Sum gradients over ranks, clip them, and return the norm before clipping."""
-    if not is_sharded(model):  # sharded gradients: FSDP has already summed them
+    if not is_sharded(model):  # FSDP has already summed sharded gradients
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     return gather_full_tensor(norm).item()

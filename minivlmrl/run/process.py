@@ -33,7 +33,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Describe which rank ended or hangs after a failed collective; "" if all answer."""
+    """Say which rank ended or hangs after a failed collective; "" if all ranks answer."""
     failures = []
 
     def ask():
@@ -49,7 +49,7 @@ def lost_ranks(error: RuntimeError) -> str:
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
-    # torchrun shows the first reported error: let the failed rank report first
+    # let the failed rank report first, because torchrun shows the first reported error
     time.sleep(3)
     named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{failures[0]}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -69,7 +69,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # `record` would take sys.exit(0) for the end of the run
+        except SystemExit as error:  # `record` would treat sys.exit(0) as the end of the run
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)
@@ -79,7 +79,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # SIGTERM from torchrun would end this rank before lost_ranks returns
+            # ignore SIGTERM from torchrun, which would end this rank before lost_ranks returns
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -96,5 +96,5 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # skip Python's shutdown: gloo may abort there (pytorch/pytorch#179291)
+    # skip Python's shutdown, in which gloo may abort (pytorch/pytorch#179291)
     os._exit(code or 0)

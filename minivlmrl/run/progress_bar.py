@@ -10,7 +10,7 @@ SECONDS = 0.5  # minimum time between updates
 
 
 def cut(line: str, width: int) -> str:
-    """Cut a line between words: cut numbers would be wrong."""
+    """Cut a line between words, because a cut number would be wrong."""
     match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
     return match[0].rstrip(",") if match else ""
 
@@ -18,8 +18,8 @@ def cut(line: str, width: int) -> str:
 class ProgressBar:
     """Bar with steps, remaining time, rate and values.
 
-    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". It is on stderr, hidden if stderr
-    is not a terminal.
+    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". It is on stderr, and hidden if
+    stderr is not a terminal.
     """
 
     def __init__(self, name: str, total: int, is_main: bool = True, initial: int = 0, leave: bool = True):

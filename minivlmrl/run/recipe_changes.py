@@ -1,4 +1,4 @@
-"""Compare a resumed run with its checkpoint: options, and contents of files in the recipe."""
+"""Compare a resumed run with its checkpoint: options, and contents of files that the recipe names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -20,14 +20,14 @@ from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
-# stage options behind the number of rows in a batch
+# stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 
 
 class Change(NamedTuple):
     """Difference between a checkpoint and a resumed run."""
 
-    text: str  # for the user
+    text: str  # message for the user
     moves_rows: bool  # whether the rest of the stage would skip or repeat rows
 
 
@@ -43,7 +43,7 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     """Hash the files of a run.
 
     Args:
-        datasets: rows with images and videos to include.
+        datasets: rows whose images and videos are included.
     """
     found = Fingerprints()
     if config.adapter.r:
@@ -72,7 +72,7 @@ def row_files(data: DataOptions) -> dict[str, str]:
 
 
 def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None):
-    """Raise ValueError if an adapter's base weights have changed: the checkpoint does not contain them."""
+    """Raise ValueError if an adapter's base weights, which a checkpoint does not contain, have changed."""
     both = old.files.base, new.files.base
     quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
     if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:
@@ -97,7 +97,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         ("code in", old.files.code, new.files.code),
     )
     for words, before, now in tables:
-        for name in sorted(before.keys() & now.keys()):  # if in one only, the option with the file name has changed
+        for name in sorted(before.keys() & now.keys()):  # if only one has it, the option with the file name has changed
             if before[name] != now[name]:
                 moves_rows = words == "rows of" and is_about_rows(name)
                 yield Change(f"changed since {saved} was saved: {words} {name}", moves_rows)

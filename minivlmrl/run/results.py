@@ -41,7 +41,7 @@ def check_output_dir(config: RunConfig):
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
     has_results = (folder / SUMMARY).exists()
-    if not config.stages and metrics_file.exists():  # an evaluation would overwrite the metrics
+    if not config.stages and metrics_file.exists():  # an evaluation alone would overwrite the metrics
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
         raise UserError(
@@ -79,7 +79,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # shown by report.html
+            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows this line
             text = first_line + to_yaml(self.config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
@@ -106,7 +106,7 @@ class Results:
     def save_stage(self, trainer: Trainer):
         if trainer.trains_policy:
             self.save(trainer, self.folder)
-        else:  # reward model: complete, later stages load it
+        else:  # reward models are saved completely, because later stages load them
             trainer.save(self.folder)
         self.world.barrier()  # the next stage may read files saved here
 
@@ -142,15 +142,15 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # no column in the printed table: only some stages have a held-out loss
+        # not a column in the printed table, because only some stages have a held-out loss
         values.pop("eval/loss", None)
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without the image, None if the first metric is no accuracy.
+        """Return the accuracy of guessing without the image, None if the first metric is not an accuracy.
 
-        For rows from a file, a guess is the most frequent held-out solution for this question, or over all rows if the
-        question occurs once.
+        For rows from a file, the guess is the most frequent held-out solution to the same question, or to any question
+        if it occurs once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
@@ -184,7 +184,7 @@ class Results:
             if has_adapters(self.model):
                 from minivlmrl.model.lora import merge_note
 
-                note = merge_note(self.model)  # on all ranks
+                note = merge_note(self.model)  # all ranks must call this
                 if note and self.world.is_main:
                     print(note, flush=True)
         if trainer is None or not trainer.trains_policy:
@@ -201,7 +201,7 @@ def print_table(results: dict, num_rows: int, chance: float | None):
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # chance is the same for sampled and greedy accuracy, the first two columns
+        # sampled and greedy accuracy, the first two columns, have the same chance
         first_two = list(widths.values())[:2]
         print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -49,7 +49,7 @@ def prepare(
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
-        find_tracker(name)  # report a missing package before the weights are loaded
+        find_tracker(name)  # report a missing package before weights are loaded
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
 
@@ -146,7 +146,7 @@ def choose_sharding(config: RunConfig, world: World):
     """Return an FSDP2 sharding, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
-    # imported only if used: takes 40 MiB and half a second
+    # lazy import: takes 40 MiB and half a second
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
@@ -174,7 +174,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # imports Jinja, which most recipes do not need
+        # lazy import: needs Jinja, which most recipes do not
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
@@ -214,7 +214,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the row fields with answers, such as ("chosen", "rejected")."""
+    """Return the Row fields with answers, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -237,7 +237,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # evaluations do not use vLLM: its limit does not apply to held-out rows
+        # vLLM's limit does not apply to held-out rows, which evaluations sample without vLLM
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -269,7 +269,7 @@ def filter_long_rows(
         return datasets
     fitted = {}
     for name, rows in datasets.items():
-        if name == "eval":  # keep held-out rows: evaluations must stay comparable
+        if name == "eval":  # keep held-out rows, so that evaluations stay comparable
             fitted[name] = rows
             continue
         find = partial(long_rows, rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
@@ -282,7 +282,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps of stages that max_epochs ends earlier; config.yaml contains the lowered number."""
+    """Lower max_steps of stages that max_epochs ends earlier; config.yaml has the lowered number."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

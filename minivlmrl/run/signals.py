@@ -11,10 +11,10 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, a retry may help
-# scheduler and torchrun may both signal a rank: within five seconds, signals count as one
+PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, retrying may help
+# signals within five seconds count as one, because scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds that a reward or a tool may still take after a signal
+LAST_CALL = 10.0  # seconds that a reward or tool may still take after a signal
 
 
 class Preempted(Exception):
@@ -25,7 +25,7 @@ class StopSignals:
     """Context manager for a run: at the first stop signal, save a checkpoint and exit.
 
     A second signal ends the process at once, if it comes five seconds later (Ctrl-C: one second). Long tasks, such as
-    sampling, call world.stop_if_preempted repeatedly; it raises Preempted after a signal.
+    sampling, call world.stop_if_preempted repeatedly, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -35,16 +35,16 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # PREEMPTED if a signal ended the run
-        # checkpoints contain no rollout: stop only after its last update
+        # a checkpoint contains no rollout, so stop only after a rollout's last update
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        self.handlers = {}  # signal -> previous handler, for __exit__
-        # Python sets signal handlers in the main thread only
+        self.handlers = {}  # {signal: previous handler}, for __exit__
+        # Python sets signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # ignored before, for example by nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # stays ignored, for example under nohup
                     self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
@@ -70,7 +70,7 @@ class StopSignals:
         if self.first is None:
             self.first = now
             shorten_limits(LAST_CALL)
-            if self.world.is_main:  # os.write: print is not safe in a signal handler
+            if self.world.is_main:  # os.write, because print is not safe in a signal handler
                 text = (
                     f"\n{name}: the run stops as soon as possible, and saves a checkpoint if a step is done; a reward "
                     f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
