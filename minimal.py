@@ -63,9 +63,10 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 def load_image(file) -> PIL.Image.Image:
     """Read an image in RGB, apply its EXIF rotation, and replace transparency with white."""
     try:
-        image = PIL.ImageOps.exif_transpose(open_image(file))  # defined beside the rows' checks
-    except OSError as error:
-        raise InputError(f"{file} cannot be read as an image: {error}") from error
+        image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+        image = PIL.ImageOps.exif_transpose(image)
+    except OSError as error:  # for example, if the file is cut off
+        raise OSError(f"{file} cannot be read as an image: {error}") from error
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
@@ -375,10 +376,9 @@ class Layer(nn.Module):
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
-        # `load` adds the tokenizer, and `files`, the contents of the folder's other files.
+        # `load` adds: tokenizer; pixels, the smallest and largest area of an image; and files,
+        # what a saved folder has beside the weights.
         self.config = config
-        self.pixels = 0, math.inf  # smallest and largest area of an image
-        self.template = "{problem}"  # what surrounds each question of the rows
         self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
         layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
@@ -522,23 +522,17 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 # SFT on sampled completions, each weighted by its advantage A: how far its reward is above the mean
 # of its group, in standard deviations. Equal rewards teach nothing: A is 0.
 
-ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 # The question must ask for this form: a model that never writes it earns 0, and learns nothing.
-ASK = (
-    " First think about it between <think> and </think>, "  # as in recipes/own_data.yaml
-    "then give the answer alone between <answer> and </answer>."
-)
+ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
 def plain(solution) -> str:
     """Write an answer or a solution as a text that can be compared.
 
     Case, repeated blanks, final full stops and tags do not count: "Green  square.", "green square"
-    and "<answer> green square </answer>" are equal, and so are the number 2.0, ["2"] and "2". Of
-    several answers, the last one counts.
+    and "<answer> green square </answer>" are equal, and so are the number 2.0 and "2". Of several
+    answers, the last one counts.
     """
-    if isinstance(solution, list) and len(solution) == 1:
-        return plain(solution[0])
     if isinstance(solution, float) and solution.is_integer():
         solution = int(solution)
     text = str(solution)
@@ -756,34 +750,19 @@ def report(stage, step, max_steps, metrics):
     """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
     mean = torch.stack([metric.mean() for metric in metrics]).mean()
     text = f"{stage.__name__} step {step} of {max_steps}: {mean:.3f}"
-    is_useless = stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics)
-    if is_useless:
+    if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
         text += ", all completions of a prompt earned the same, so the rewards taught nothing"
-    if is_useless or step % 10 == 0 or step == max_steps:
-        print(text, flush=True)
-    elif sys.stdout.isatty():
-        print(text, end="\r", flush=True)  # the next line is written over this one
+    print(text, flush=True)
     if stage is grpo and step == 1 and not torch.cat(metrics).any():
         print(NO_REWARD, flush=True)
 
 
 # ---- Folder in Hugging Face's format -> model with tokenizer, and back
 
-
-class InputError(ValueError):
-    """A file, row or option that minimal.py cannot use; its message is printed alone."""
-
-
-def require(condition, message):
-    if not condition:
-        raise InputError(message)
-
-
 # files that a trained model keeps from its folder
-SETTINGS = re.compile(
-    r"((generation_|tokenizer_|(video_)?(pre)?processor_)?config|tokenizer|vocab|added_tokens"
-    r"|special_tokens_map|chat_template)\.json|merges\.txt|chat_template\.jinja"
-)
+KEPT = ["config.json", "generation_config.json", "*processor_config.json", "chat_template.*"]
+KEPT += ["tokenizer*.json", "vocab.json", "merges.txt", "added_tokens.json"]
+KEPT += ["special_tokens_map.json"]
 # values that transformers leaves out of a saved vision_config, because they are its defaults
 VISION_DEFAULTS = {
     "depth": 32,
@@ -802,10 +781,6 @@ ONLY = {
     "use_sliding_window": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
-    "mrope_interleaved": False,
-    "in_channels": 3,
-    "in_chans": 3,
-    "temporal_patch_size": 2,
     "do_resize": True,
     "resample": 3,  # Pillow's number of BICUBIC
     "do_rescale": True,
@@ -818,35 +793,29 @@ ONLY = {
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
-def read_settings(folder) -> dict[str, bytes]:
-    """Read the files that SETTINGS names. Links may lead into the folder or to the Hub's blobs."""
-    files = {}
-    for file in sorted(folder.iterdir()):
-        if SETTINGS.fullmatch(file.name):
-            target = file.resolve()
-            is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
-            require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
-            files[file.name] = file.read_bytes()
-    return files
+class InputError(ValueError):
+    """A file, row or option that minimal.py cannot use; its message is printed alone."""
+
+
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
+
+
+def refuse_other(file, settings):
+    """Raise InputError if a file has a setting with another value than ONLY."""
+    for key, value in ONLY.items():
+        found = settings.get(key)
+        is_same = found is None or found == value
+        require(is_same, f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
 
 
 def read_json(file):
-    try:
-        return json.loads(Path(file).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
+    return json.loads(Path(file).read_text("utf-8"))
 
 
 def write_json(file, values):
     Path(file).write_text(json.dumps(values, indent=2), "utf-8")
-
-
-def refuse_other(file, settings, **sizes):
-    """Raise InputError if a file has a setting with another value than ONLY or `sizes`."""
-    for key, value in {**ONLY, **sizes}.items():
-        found = settings.get(key)
-        is_same = found is None or found == value
-        require(is_same, f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
 
 
 def read_config(folder) -> dict:
@@ -858,23 +827,30 @@ def read_config(folder) -> dict:
     known = {key: value for key, value in config.items() if value is not None}
     config = {**config.get("text_config", {}), **known}
     vision = {**VISION_DEFAULTS, **config["vision_config"]}
-    config["vision_config"] = vision
     rope = config.get("rope_parameters") or config["rope_scaling"]
+    kind = rope.get("rope_type", rope.get("type"))
+    require(kind in ("default", "mrope"), f"{file}: minimal.py cannot compute the rope {kind!r}")
     refuse_other(file, config)
-    refuse_other(file, vision, out_hidden_size=config["hidden_size"])
-    refuse_other(file, rope)
+    refuse_other(file, vision)
+    config["vision_config"] = vision
     config["mrope_section"] = rope["mrope_section"]
     config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
-    kind = rope.get("rope_type", rope.get("type"))
-    is_plain = kind in ("default", "mrope")
-    require(is_plain, f"{file}: the rope type is {kind!r}, but minimal.py only computes 'mrope'")
-    frequency_count = config["hidden_size"] // config["num_attention_heads"] // 2
-    is_whole = sum(rope["mrope_section"]) == frequency_count
-    require(is_whole, f"{file}: the sum of mrope_section must be {frequency_count}")
     return config
 
 
-def read_pixels(folder, files, vision, max_pixels) -> tuple[int, int]:
+def read_files(folder) -> dict[str, bytes]:
+    """Read the files in KEPT. Links may lead into the folder or to the Hub's blobs."""
+    files = {}
+    for pattern in KEPT:
+        for file in folder.glob(pattern):
+            target = file.resolve()
+            is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
+            require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
+            files[file.name] = file.read_bytes()
+    return files
+
+
+def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
     """Return the smallest and largest area of an image, and note them for the saved folder."""
     pixels = None
     for name in ("processor_config.json", "preprocessor_config.json"):  # of transformers 5 and 4
@@ -883,11 +859,9 @@ def read_pixels(folder, files, vision, max_pixels) -> tuple[int, int]:
         if not images:
             continue
         file = folder / name
-        merge = vision["spatial_merge_size"]
-        refuse_other(file, images, patch_size=vision["patch_size"], merge_size=merge)
-        size = images.get("size") or {}
-        low = images.get("min_pixels") or size["shortest_edge"]
-        high = max_pixels or images.get("max_pixels") or size["longest_edge"]
+        refuse_other(file, images)
+        low = images.get("min_pixels") or images["size"]["shortest_edge"]
+        high = max_pixels or images.get("max_pixels") or images["size"]["longest_edge"]
         require(low <= high, f"{file}: an image has at least {low} pixels, but at most {high}")
         size = {"shortest_edge": low, "longest_edge": high}
         images.update(min_pixels=low, max_pixels=high, size=size)
@@ -915,30 +889,33 @@ def read_weights(folder, device, dtype) -> dict[str, Tensor]:
     return weights
 
 
+def read_tokenizer(folder, image_token) -> Tokenizer:
+    """Read a tokenizer that encodes control tokens in a user's text as ordinary text.
+
+    Other added tokens, such as <|box_start|>, keep their ids.
+    """
+    content = read_json(folder / "tokenizer.json")
+    for token in content["added_tokens"]:
+        token["special"] = token["content"].startswith(STRUCTURE)
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.encode_special_tokens = True
+    has_image = tokenizer.token_to_id("<|image_pad|>") == image_token
+    require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
+    return tokenizer
+
+
 def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
     folder = Path(folder)
-    try:
-        config = read_config(folder)
-        is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
-        with torch.device("meta"):  # no memory for weights, which the files contain
-            model = QwenVL(config)
-        model.files = read_settings(folder)
-        model.pixels = read_pixels(folder, model.files, config["vision_config"], max_pixels)
-    except KeyError as error:
-        raise InputError(f"{folder}: its JSON files have no {error}") from error
-
-    # If a user writes a control token such as <|im_end|> in a question, it is encoded as ordinary
-    # text. Other added tokens, such as <|box_start|>, keep their ids in a question.
-    tokenizer = read_json(folder / "tokenizer.json")
-    for token in tokenizer["added_tokens"]:
-        token["special"] = token["content"].startswith(STRUCTURE)
-    model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
-    model.tokenizer.encode_special_tokens = True
-    has_image = model.tokenizer.token_to_id("<|image_pad|>") == config["image_token_id"]
-    require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
-
+    config = read_config(folder)
+    with torch.device("meta"):  # no memory for weights, which the files contain
+        model = QwenVL(config)
+    model.tokenizer = read_tokenizer(folder, config["image_token_id"])
+    model.files = read_files(folder)
+    model.pixels = read_pixels(folder, model.files, max_pixels)
+    model.template = "{problem}"  # what surrounds each question of the rows
     weights = read_weights(folder, device, dtype)
+    is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
     if is_tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
@@ -979,56 +956,46 @@ ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
 READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
 # with these fields, a row means another prompt than minimal.py would make of it
 REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
-
-
-def is_comparable(solution) -> bool:
-    """Return whether an answer can equal a solution: a text, a number or a list of numbers."""
-    if isinstance(solution, list) and len(solution) == 1:
-        return is_comparable(solution[0])
-    if isinstance(solution, list):
-        return solution != [] and all(isinstance(item, int | float) for item in solution)
-    return not isinstance(solution, dict)
+# as in recipes/own_data.yaml
+ASK = " First think about it between <think> and </think>, then give the answer alone "
+ASK += "between <answer> and </answer>."
 
 
 def check_row(row, answers):
     """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
     for field in REFUSED:
         require(not row.get(field), f"minimal.py does not read {field!r}; train.py reads such rows")
-    image = "images" if "images" in row else "image"
-    is_one = image == "image" or "image" not in row
-    require(is_one, "the row has 'image' and 'images'; leave one of them out")
-    for field in (image, "problem", *answers):
+    for field in ("problem", *answers):
         require(field in row, f"the row has {[*row]}, but no {field!r}")
         value = row[field]
-        is_text = field in (image, "solution") or isinstance(value, str)
+        is_text = field == "solution" or isinstance(value, str)
         require(is_text, f"{field!r} is {value!r:.80}, but it must be a text")
-        require(field not in answers or str(value).strip(), f"{field!r} is empty")
+        require(field == "problem" or str(value).strip(), f"{field!r} is empty")
     if answers == ["solution"]:
         solution = row["solution"]
-        can_equal = is_comparable(solution) and plain(solution)
+        is_list = isinstance(solution, list) and len(solution) > 1
+        parts = solution if is_list else [solution]
+        is_number = all(isinstance(part, int | float) for part in parts)
+        can_equal = plain(solution) if isinstance(solution, str) else is_number
         require(can_equal, f"no answer can equal the 'solution' {solution!r:.80}; write text")
     if answers == ["chosen", "rejected"]:
         require(row["chosen"] != row["rejected"], "'chosen' and 'rejected' are equal")
 
 
-def open_image(file) -> PIL.Image.Image:
-    """Open an image file, whose pixels are read later; the built-in task gives images."""
-    image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
-    # Pillow would make nearly all pixels of 16 or 32 bits white or black.
-    require(image.mode[0] not in "IF", f"{file}: save the image with 8 bits per color")
-    is_long = max(image.size) > 200 * min(image.size)
-    require(not is_long, f"{file} has {image.size} pixels, but its ratio must be at most 200")
-    return image
-
-
 def find_images(row, folder) -> list[Path]:
-    """Return the paths of a row's images."""
-    names = row["images"] if "images" in row else [row["image"]]
+    """Return the paths of a row's images, of which only the headers are read."""
+    given = [row[name] for name in ("image", "images") if name in row]
+    require(len(given) == 1, f"the row has {[*row]}, but it needs either 'image' or 'images'")
+    names = given[0] if "images" in row else given
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     require(is_list, f"'image' must be a path and 'images' a list of paths: {names!r:.80}")
     paths = [folder / name for name in names]
     for path in paths:
-        open_image(path).close()
+        with PIL.Image.open(path) as image:
+            # Pillow would make nearly all pixels of 16 or 32 bits white or black.
+            require(image.mode[0] not in "IF", f"{path}: save the image with 8 bits per color")
+            long, short = max(image.size), min(image.size)
+            require(long <= 200 * short, f"{path} is more than 200 times as long as wide")
     places = row["problem"].count("<image>")
     is_whole = places in (0, len(paths))
     require(is_whole, f"'problem' has {places} <image>, but the row's images are {len(paths)}")
@@ -1036,14 +1003,17 @@ def find_images(row, folder) -> list[Path]:
     return paths
 
 
-def read_rows(file, answers) -> list[dict]:
-    """Read rows from JSON Lines, in which image paths are relative to the file."""
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read as a text in UTF-8: {error}") from error
+def find_template(rows, answers) -> str:
+    """Return what surrounds each question: a sentence that asks for tags, if answers have them."""
+    has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
+    is_asked = all("<answer>" in row["problem"] for row in rows)
+    return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
+
+
+def read_rows(file, answers) -> tuple[list[dict], str]:
+    """Read rows from JSON Lines, in which image paths are relative to the file, and a template."""
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -1058,19 +1028,12 @@ def read_rows(file, answers) -> list[dict]:
     require(rows, f"{file} has no rows")
     if unread := sorted(set().union(*rows) - READ):
         print(f"{file}: minimal.py does not read the fields {', '.join(unread)}")
-    if any(prefix in text for prefix in STRUCTURE):
+    if any(prefix in str(rows) for prefix in STRUCTURE):
         print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
     template = find_template(rows, answers)
     for row in rows:
-        row.update(template=template, problem=template.replace("{problem}", row["problem"]))
-    return rows
-
-
-def find_template(rows, answers) -> str:
-    """Return what surrounds each question: a sentence that asks for tags, if answers have them."""
-    has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
-    is_asked = all("<answer>" in row["problem"] for row in rows)
-    return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
+        row["problem"] = template.replace("{problem}", row["problem"])
+    return rows, template
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
@@ -1127,11 +1090,10 @@ def draw_object(color, shape) -> PIL.Image.Image:
     top = random.randint(0, 56 - side)
     right = left + side - 1
     bottom = top + side - 1
-    corners = [(left, bottom), (right, bottom)]
+    upper = [(right, top), (left, top)]
     if shape == "triangle":
-        corners += [((left + right) / 2, top)]
-    else:
-        corners += [(right, top), (left, top)]
+        upper = [((left + right) / 2, top)]
+    corners = [(left, bottom), (right, bottom), *upper]
     PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
     return image
 
@@ -1179,32 +1141,29 @@ def make_folder(folder):
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL}
-    files = {
-        "config.json": {
-            **DECODER,
-            "vision_config": TOWER,
-            "vocab_size": tokenizer.get_vocab_size(),
-            "image_token_id": ids["image_pad"],
-            "video_token_id": ids["video_pad"],
-            "vision_start_token_id": ids["vision_start"],
-            "vision_end_token_id": ids["vision_end"],
-        },
-        "preprocessor_config.json": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": TOWER["patch_size"],
-            "merge_size": 2,
-            "min_pixels": 196,
-            "max_pixels": 12845056,
-        },
-        "tokenizer_config.json": {  # this file and the next one are for transformers
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-        },
-        "generation_config.json": {"eos_token_id": [ids["im_end"], ids["endoftext"]]},
+    config = {
+        **DECODER,
+        "vision_config": TOWER,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "image_token_id": ids["image_pad"],
+        "video_token_id": ids["video_pad"],
+        "vision_start_token_id": ids["vision_start"],
+        "vision_end_token_id": ids["vision_end"],
     }
-    for name, settings in files.items():
-        write_json(folder / name, settings)
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": TOWER["patch_size"],
+        "merge_size": 2,
+        "min_pixels": 196,
+        "max_pixels": 12845056,
+    }
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    ends = [ids["im_end"], ids["endoftext"]]
+    write_json(folder / "config.json", config)
+    write_json(folder / "preprocessor_config.json", images)
+    # for transformers
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
+    write_json(folder / "generation_config.json", {"eos_token_id": ends})
 
     model = QwenVL(read_config(folder))
     for name, weight in model.named_parameters():
@@ -1261,6 +1220,12 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--output_dir", default="runs/minimal", help="folder for the trained model")
     options = parser.parse_args()
+    if not options.folder:  # the model is tiny, and its weights are nearly random
+        tiny = {"max_steps": 160, "learning_rate": 3e-4, "warmup_steps": 5, "max_new_tokens": 20}
+        parser.set_defaults(**tiny, beta=0.02)
+    if options.stage is dpo:
+        parser.set_defaults(beta=0.1 if options.folder else 1.0)
+    options = parser.parse_args()  # once more, with the defaults of this run
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
@@ -1269,29 +1234,19 @@ def read_options() -> argparse.Namespace:
         parser.error("--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
-    if not options.folder:
-        parser.set_defaults(
-            max_steps=160,
-            learning_rate=3e-4,  # the model is tiny, and its weights are nearly random
-            warmup_steps=5,
-            beta=0.02,
-            max_new_tokens=20,
-        )
-    if options.stage is dpo:
-        parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    return parser.parse_args()  # once more, with the defaults of this run
+    return options
 
 
-def check_space(model, options):
-    """Refuse a model that cannot be trained on its GPU, or be saved at the end."""
+def check_space(model, folder):
+    """Refuse a model that cannot be trained on its GPU, or be saved in the folder at the end."""
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e9
     if model.lm_head.weight.is_cuda:  # weights, gradients and AdamW's two states
         gpu = torch.cuda.mem_get_info()[1] / 1e9
         lora = "recipes/own_data_one_card.yaml needs less, because train.py trains with LoRA"
         require(4 * size < gpu, f"training needs over {4 * size:.0f} GB of {gpu:.0f} GB; {lora}")
-    free = shutil.disk_usage(options.output_dir).free / 1e9
+    free = shutil.disk_usage(folder).free / 1e9
     sizes = f"{free:.3f} GB are free, but the trained model has {size:.3f} GB"
-    require(size < free, f"{options.output_dir}: {sizes}")
+    require(size < free, f"{folder}: {sizes}")
 
 
 def save_last(model, options):
@@ -1320,15 +1275,15 @@ def main():
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if it cannot be written
     if options.folder:
-        rows = read_rows(options.rows, ANSWERS[options.stage])
+        rows, template = read_rows(options.rows, ANSWERS[options.stage])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load(options.folder, device, max_pixels=options.max_pixels)
-        model.template = rows[0]["template"]
+        model.template = template
     else:
         torch.set_num_threads(1)  # the tensors are too small to share the work
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
-    check_space(model, options)
+    check_space(model, options.output_dir)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a run on a cluster
     try:
         if options.folder:

@@ -214,13 +214,12 @@ def ending(curves: dict, method: str) -> str:
     if not seeds:
         return ""
     base = COMPARED[method]
-    of_seeds = f"the mean over {len(seeds)} seeds, with the smallest and largest" if len(seeds) > 1 else "one seed"
+    of_seeds = f"the mean of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
     return f"""
 ![Accuracy of {NAMES[method]} and of {NAMES[base]} over {STEPS} steps]({method}.svg)
 
-Accuracy on the built-in task after {STEPS} steps, from the same SFT models: {final(curves, method, seeds)} with
-{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}: {of_seeds}
-([what was measured](README.md#what-was-measured)).
+[Accuracy after {STEPS} steps](README.md#what-was-measured), {of_seeds}: {final(curves, method, seeds)} with
+{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}.
 """
 
 
@@ -237,19 +236,16 @@ def table(curves: dict, blind: dict) -> str:
     return (
         f"""## What was measured
 
-Accuracies on the built-in task of minimal.py (mean, smallest and largest). For a seed, all methods begin with the same
-model, which SFT trained for 40 steps. Then they train {STEPS} steps of 16 prompts, where `python minimal.py` trains
-160, with the options of the built-in task: learning rate 3e-4, 8 completions for a prompt, and beta 0.02 (1 for DPO,
-MPO and KTO). The accuracy is that of two answers to each of {HELD_OUT} new images. GSPO, CISPO and DPPO run together
-with [several steps](several_steps.md). The teacher of on-policy distillation is the model of the GRPO run. No option
-was tuned for a method. A tiny task with short answers and few seeds shows that a diff trains; it does not show which
-method is better for your model.
+Accuracies on the built-in task of minimal.py: two answers to each of {HELD_OUT} images (mean, smallest and largest).
+For a seed, all methods begin with the same model, which SFT trained for 40 steps. They train for {STEPS} steps (160 in
+`python minimal.py`) with the options of the built-in task. GSPO, CISPO and DPPO run together with [several
+steps](several_steps.md). The teacher of on-policy distillation is the model of the GRPO run. No option was tuned for a
+method. A tiny task and few seeds show that a diff trains, not which method is better for your model.
 
-The blind accuracy is that of the same questions with gray pictures, at the end of the run. Who cannot see guesses one
-of 12 answers, and is right in 0.08 of them; GRPO has {spread([*blind.get("grpo", {}).values()])}. Older runs were not
-measured again.
+Blind is the accuracy with gray pictures. A guess is right in 1 of 12 cases (0.08); GRPO has
+{spread([*blind.get("grpo", {}).values()])}. Older runs were not measured again.
 
-| method | accuracy | blind accuracy | compared with | its accuracy | seeds |
+| method | accuracy | blind | compared with | its accuracy | seeds |
 |---|---|---|---|---|---|
 """
         + "\n".join(rows)

@@ -63,10 +63,10 @@ def test_a_page_ends_with_the_mean_and_the_range_of_both_methods(tmp_path):
     curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
     blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
     texts = papers.written(curves, blind)
-    shown = "0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO: the mean over 2 seeds"
+    shown = "the mean of 2 seeds: 0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO."
     assert shown in texts["rloo.md"]
     row = "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) | GRPO | 0.30 (0.20 to 0.40) | 2 |"
-    assert row in texts["README.md"] and "GRPO has 0.10. Older" in texts["README.md"]
+    assert row in texts["README.md"] and "GRPO has\n0.10. Older" in texts["README.md"]
     assert "not measured" in papers.written(curves, {})["README.md"]
     assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)

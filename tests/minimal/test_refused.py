@@ -1,6 +1,5 @@
 """Check that minimal.py reads a row, a config or an option as the package does, or refuses it with one sentence."""
 
-import argparse
 import json
 import os
 import re
@@ -43,9 +42,9 @@ def read(tmp_path, row, answers=GRPO):
     """Write a row as the second of a file, and read it."""
     for name, mode, size in (("a", "RGB", (56, 56)), ("long", "RGB", (202, 1)), ("deep", "I;16", (56, 56))):
         PIL.Image.new(mode, size).save(tmp_path / f"{name}.png")
-    rows = [json.dumps(ROW), row if isinstance(row, str) else json.dumps(row)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return minimal.read_rows(tmp_path / "rows.jsonl", answers)[1]
+    line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+    (tmp_path / "rows.jsonl").write_bytes(b"%s\n\n%s\n" % (json.dumps(ROW).encode("utf-8-sig"), line))
+    return minimal.read_rows(tmp_path / "rows.jsonl", answers)[0][1]
 
 
 @pytest.mark.parametrize(("changes", "answers", "expected"), [
@@ -56,7 +55,7 @@ def read(tmp_path, row, answers=GRPO):
     ({"max_pixels": 784}, GRPO, "minimal.py does not read 'max_pixels'"),
     ({"min_pixels": 784}, DPO, "minimal.py does not read 'min_pixels'"),
     ({"messages": TURNS}, SFT, "minimal.py does not read 'messages'"),
-    ({"images": ["a.png"]}, GRPO, "the row has 'image' and 'images'; leave one of them out"),
+    ({"images": ["a.png"]}, GRPO, "but it needs either 'image' or 'images'"),
     ({"image": ["a.png"]}, GRPO, "'image' must be a path and 'images' a list of paths: [['a.png']]"),
     ({"image": {"path": "a.png"}}, GRPO, "'images' a list of paths: [{'path': 'a.png'}]"),
     ({"image": None, "images": "a.png"}, GRPO, "'images' a list of paths: 'a.png'"),
@@ -64,10 +63,13 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "File name too long"),
     ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
-    ({"image": None}, GRPO, "but no 'image'"),
+    ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
+    ({"problem": None}, GRPO, "but no 'problem'"),
+    ({"completion": None}, SFT, "but no 'completion'"),
+    ({"rejected": None}, DPO, "but no 'rejected'"),
     ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
     ({"problem": "What is in <video>?"}, GRPO, "'problem' has <video>; train.py reads videos"),
-    ({"image": "long.png"}, SFT, "long.png has (202, 1) pixels, but its ratio must be at most 200"),
+    ({"image": "long.png"}, SFT, "long.png is more than 200 times as long as wide"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
     ({"problem": 5}, GRPO, "'problem' is 5, but it must be a text"),
@@ -81,21 +83,17 @@ def read(tmp_path, row, answers=GRPO):
     ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
     ({"solution": []}, GRPO, "no answer can equal the 'solution' []"),
     ({"solution": None}, GRPO, "but no 'solution'"),
+    ({"solution": ["2"]}, GRPO, "no answer can equal the 'solution' ['2']"),
     ({"solution": ["a", "b"]}, GRPO, "no answer can equal the 'solution' ['a', 'b']"),
     ({"solution": {"x": 1}}, GRPO, "no answer can equal the 'solution' {'x': 1}"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
+    (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
 ])  # fmt: skip
 def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answers, expected):
-    with pytest.raises(minimal.InputError, match=r"rows\.jsonl, line 2: ") as error:
-        read(tmp_path, changes if isinstance(changes, str) else ROW | changes, answers)
+    with pytest.raises(minimal.InputError, match=r"rows\.jsonl, line 3: ") as error:
+        read(tmp_path, ROW | changes if isinstance(changes, dict) else changes, answers)
     assert expected in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes("{'problem': 'caf\u00e9'}".encode("latin-1"))
-    with pytest.raises(minimal.InputError, match=r"rows\.jsonl cannot be read as a text in UTF-8"):
-        minimal.read_rows(tmp_path / "rows.jsonl", GRPO)
 
 
 def test_fields_that_nobody_reads_and_control_tokens_are_named_once(tmp_path, capsys):
@@ -110,7 +108,7 @@ def test_fields_that_nobody_reads_and_control_tokens_are_named_once(tmp_path, ca
 @pytest.mark.parametrize(("changes", "images"), [
     ({}, 1), ({"image": None, "images": []}, 0), ({"image": None, "images": ["a.png", "a.png"]}, 2),
     ({"problem": ""}, 1),
-    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": [1, 2]}, 1), ({"solution": ["2"]}, 1),
+    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": [1, 2]}, 1),
     ({"solution": True}, 1), ({"solution": 0}, 1),
 ])  # fmt: skip
 def test_these_rows_are_read(tmp_path, changes, images):
@@ -137,7 +135,7 @@ def test_solutions_are_compared_as_in_the_package(answer, solution):
 
 
 @pytest.mark.parametrize(("answer", "solution"), [
-    ("3", ["3"]), ("2", [[2.0]]), ("cafe\u0301", "caf\u00e9"), ("caf\u00e9", "cafe\u0301"),
+    ("2", 2.0), ("cafe\u0301", "caf\u00e9"), ("caf\u00e9", "cafe\u0301"),
     ("RED\n square", "red square"),
 ])  # fmt: skip
 def test_these_answers_are_right(answer, solution):
@@ -169,40 +167,23 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
 
 
 @pytest.mark.parametrize(("file", "key", "value", "expected"), [
-    (CONFIG, "rope_scaling", YARN, "the rope type is 'yarn', but minimal.py only computes 'mrope'"),
-    (CONFIG, "rope_scaling.type", None, "the rope type is None"),
-    (CONFIG, "rope_scaling.mrope_section", [4, 6, 5], "the sum of mrope_section must be 16"),
-    (CONFIG, "rope_scaling.mrope_interleaved", True, "mrope_interleaved is True"),
+    (CONFIG, "rope_scaling", YARN, "minimal.py cannot compute the rope 'yarn'"),
+    (CONFIG, "rope_scaling.type", None, "minimal.py cannot compute the rope None"),
     (CONFIG, "hidden_act", "gelu", "hidden_act is 'gelu', but minimal.py only computes 'silu'"),
     (CONFIG, "use_sliding_window", True, "use_sliding_window is True"),
     (CONFIG, "attention_dropout", 0.1, "attention_dropout is 0.1"),
     (CONFIG, "quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "hidden_act is 'quick_gelu'"),
-    (CONFIG, "vision_config.temporal_patch_size", 1, "temporal_patch_size is 1"),
-    (CONFIG, "vision_config.in_channels", 4, "in_channels is 4"),
-    (CONFIG, "vision_config.in_chans", 1, "in_chans is 1"),
-    (CONFIG, "vision_config.out_hidden_size", 64, "out_hidden_size is 64, but minimal.py only computes 128"),
     (CONFIG, "image_token_id", 7, "image_token_id in config.json is not the id of <|image_pad|>"),
-    (CONFIG, "rms_norm_eps", None, "have no 'rms_norm_eps'"),
-    (CONFIG, "rope_scaling", None, "have no 'rope_scaling'"),
-    (CONFIG, "rope_theta", None, "have no 'rope_theta'"),
-    (CONFIG, "vision_config", None, "have no 'vision_config'"),
-    (CONFIG, "tie_word_embeddings", None, "have no 'tie_word_embeddings'"),
     (IMAGES, "image_mean", [0.5, 0.5, 0.5], "image_mean is [0.5, 0.5, 0.5]"),
     (IMAGES, "image_std", [0.5, 0.5, 0.5], "image_std is [0.5, 0.5, 0.5]"),
-    (IMAGES, "image_std", [0.5, 0.5], "image_std is [0.5, 0.5]"),
-    (IMAGES, "image_std", "0.5", "image_std is '0.5'"),
     (IMAGES, "image_std", 0.5, "image_std is 0.5"),
     (IMAGES, "resample", 2, "resample is 2, but minimal.py only computes 3"),
     (IMAGES, "do_resize", False, "do_resize is False"),
     (IMAGES, "do_rescale", False, "do_rescale is False"),
     (IMAGES, "rescale_factor", 1 / 127.5, "rescale_factor is 0.00784"),
     (IMAGES, "do_normalize", False, "do_normalize is False"),
-    (IMAGES, "temporal_patch_size", 1, "temporal_patch_size is 1"),
-    (IMAGES, "patch_size", 14, "patch_size is 14, but minimal.py only computes 7"),
-    (IMAGES, "merge_size", 1, "merge_size is 1, but minimal.py only computes 2"),
     (IMAGES, "min_pixels", 10**9, "an image has at least 1000000000 pixels, but at most 12845056"),
-    (IMAGES, "max_pixels", None, "have no 'longest_edge'"),
 ])  # fmt: skip
 def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, expected):
     with pytest.raises(minimal.InputError) as error:
@@ -225,7 +206,7 @@ def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
     for missing in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
         folder = change(tiny, tmp_path / missing, CONFIG, {})
         (folder / missing).unlink()
-        with pytest.raises(minimal.InputError, match="cannot be read"):
+        with pytest.raises((OSError, minimal.InputError), match=missing):
             minimal.load(folder)
 
 
@@ -253,7 +234,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "half.png").write_bytes((tmp_path / "half.png").read_bytes()[:500])
     (tmp_path / "text.png").write_text("no image")
     for name in ("half.png", "text.png"):
-        with pytest.raises(minimal.InputError, match=rf"{name} cannot be read as an image: "):
+        with pytest.raises(OSError, match=rf"{name} cannot be read as an image: "):
             minimal.load_image(tmp_path / name)
 
 
@@ -323,7 +304,7 @@ def test_a_stopped_command_saves_its_steps(tiny, cats, tmp_path, number):
     command.append(f"--output_dir={tmp_path / 'out'}")
     heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 (a background process ignores it)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds) as run:
-        assert run.stdout.readline().startswith("sft step 10 of 10000: ")
+        assert run.stdout.readline().startswith("sft step 1 of 10000: ")
         run.send_signal(number)
         printed, error = run.communicate()
     assert run.returncode == 1 and error == "stopped with Ctrl-C or SIGTERM\n"
@@ -383,9 +364,9 @@ def test_a_gpu_that_is_too_small_is_named_before_the_first_step(tiny, tmp_path, 
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**7))
     with pytest.raises(minimal.InputError, match=r"training needs over 0 GB of 0 GB; recipes/own_data_one_card\.yaml"):
-        minimal.check_space(model, argparse.Namespace(output_dir=tmp_path))
+        minimal.check_space(model, tmp_path)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2 * 10**7))
-    minimal.check_space(model, argparse.Namespace(output_dir=tmp_path))
+    minimal.check_space(model, tmp_path)
     assert (ROOT / "recipes" / "own_data_one_card.yaml").exists()
 
 
@@ -443,17 +424,6 @@ def test_the_saved_folder_has_the_image_sizes_of_the_training(tiny, cats, tmp_pa
         assert saved.get("image_processor", saved)["size"] == {"shortest_edge": 196, "longest_edge": 784}
         for path in (tmp_path / "out").iterdir():
             path.unlink()
-
-
-def test_steps_are_written_over_each_other_only_on_a_terminal(monkeypatch, capsys):
-    for is_terminal, expected in (
-        (True, "sft step 1 of 10: 2.000\rsft step 10 of 10: 2.000\n"),
-        (False, "sft step 10 of 10: 2.000\n"),
-    ):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        for step in (1, 10):
-            minimal.report(minimal.sft, step, 10, [torch.tensor(1.0), torch.tensor(3.0)])
-        assert capsys.readouterr().out == expected
 
 
 def test_options_have_short_names(tiny, cats, tmp_path, capsys):
