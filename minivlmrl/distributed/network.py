@@ -25,16 +25,19 @@ def attempt_store(limit: timedelta) -> Store:
     hosts they begin with 0, because a host may not know the restart count (docs/many_gpus.md).
 
     Raises:
-        ValueError: rank 0's store cannot be reached.
+        ValueError: rank 0's store cannot be reached, or rank 0 is alone.
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        rank = os.environ["RANK"]
+        problem, cause = "cannot reach rank 0", "no firewall closes this port"
+        if rank == "0":
+            problem, cause = "misses other ranks", "no rank ended with an error before, and no other program uses this port"
         raise UserError(
-            f"rank {os.environ['RANK']} on {socket.gethostname()} cannot reach rank 0 at {address} "
-            f"({first_line(error)}); check --master_addr and --master_port, or --rdzv_endpoint, "
-            "and that no firewall closes this port"
+            f"rank {rank} on {socket.gethostname()} {problem} at {address} ({first_line(error)}); check --master_addr "
+            f"and --master_port, or --rdzv_endpoint, and that {cause}"
         ) from error
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"

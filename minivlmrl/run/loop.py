@@ -82,9 +82,6 @@ def train_stages(
     config, state = results.config, results.state
     first = state.stage
     trainer = None
-    if resumed.folder is None:
-        replace_files(results, resumed)
-        results.measure("start")
     for number, stage in islice(enumerate(config.stage_names), first, None):
         if trainer is not None:
             results.save_stage(trainer)
@@ -100,14 +97,16 @@ def train_stages(
             with error_phase("load"):
                 load_checkpoint(folder, trainer, optimizer)
         checkpoints.begin_stage(trainer, optimizer)
-        if folder is not None:
-            replace_files(results, resumed)
+        if number == first:
+            begin_run(results, resumed)
         train_stage(trainer, optimizer, datasets[stage], results, checkpoints)
+    if trainer is None:
+        begin_run(results, resumed)
     results.write(trainer)
 
 
-def replace_files(results: Results, resumed: Resumed):
-    """Replace the files of an earlier run; any earlier error leaves them unchanged."""
+def begin_run(results: Results, resumed: Resumed):
+    """Replace the files of an earlier run, unchanged by earlier errors, and evaluate a new run's first model."""
     log = results.log
     if log.world.is_main:
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
@@ -118,6 +117,8 @@ def replace_files(results: Results, resumed: Resumed):
         callback.on_run_begin(results.config, log)
         log.callback(callback.on_run_end)  # even after an error or a signal
     log.world.barrier("begin its trackers and callbacks")
+    if resumed.folder is None:
+        results.measure("start")
 
 
 @contextmanager

@@ -69,9 +69,12 @@ class MetricsLog(ExitStack):
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, self.state, resumed)
             self.files[name] = self.enter_context(path.open("ab", buffering=0))
-        for name, line in self.state.last_lines.items():
-            if name in self.files and not Path(config.output_dir, name).read_bytes().endswith(encode(line)):
-                print(f"{name}: the line of {line['stage']} step {line['step']} was missing, and is added", flush=True)
+        for name, line in self.state.last_lines.items() if self.files else ():
+            where = f"{line['stage']} step {line['step']}"
+            if name == COMPLETIONS:
+                print(f"{name}: the lines of {where} are missing, because an error came before them", flush=True)
+            elif not Path(config.output_dir, name).read_bytes().endswith(encode(line)):
+                print(f"{name}: the line of {where} was missing, and is added", flush=True)
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
@@ -148,12 +151,16 @@ class MetricsLog(ExitStack):
         self.line_counts = None
         line = {"stage": self.name, "step": number}
         self.state.last_lines = {METRICS: line | metrics}
+        if self.completions.is_due(step, number):
+            self.state.last_lines[COMPLETIONS] = line
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
             self.write_step(line, num_tokens, phases)
         self.world.barrier("write the metrics of the step")
-        self.completions.step(self.trainer, step, number)
+        if self.state.last_lines.get(COMPLETIONS):
+            self.completions.step(self.trainer, step, number)
+            del self.state.last_lines[COMPLETIONS]
         if self.files:
             self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
             self.show(number, metrics, self.timings[-1]["step_time"])
@@ -165,8 +172,8 @@ class MetricsLog(ExitStack):
         speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         timing = {"seconds": seconds} | speed | memory_use()
         self.state.last_lines[TIMINGS] = line | timing
-        for name, last_line in self.state.last_lines.items():
-            self.write(name, last_line)
+        for name in (METRICS, TIMINGS):
+            self.write(name, self.state.last_lines[name])
         self.last_seconds = seconds
         self.timings.append(timing)
 

@@ -98,10 +98,11 @@ class CompletionsLog:
         if earlier.is_dir() and not (images.is_dir() and earlier.samefile(images)):
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
+    def is_due(self, step: Step, number: int) -> bool:
+        return bool(self.every) and number % self.every == 0 and step.rollout is not None
+
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log completions of an optimizer step; all ranks must call this."""
-        if not self.every or number % self.every or step.rollout is None:
-            return
         logged = groups(trainer, step)
         logs_all = self.num_prompts is None
         if not logs_all and not self.world.is_main:

@@ -62,14 +62,18 @@ def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
     assert f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, far (no answer within 0.5 s" in errors
 
 
-def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+@pytest.mark.parametrize(("rank", "expected"), [
+    ("1", "cannot reach rank 0 at {}.*--master_addr"),
+    ("0", "misses other ranks at {} .*1/2 clients joined.*that no rank ended with an error before"),
+])  # fmt: skip
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch, rank, expected):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with pytest.raises(ValueError, match=f"rank 1 on .* cannot reach rank 0 at 127.0.0.1:{port} .*--master_addr"):
+    with pytest.raises(ValueError, match=f"rank {rank} on .* {expected.format(f'127.0.0.1:{port}')}"):
         attempt_store(timedelta(seconds=1))
 
 

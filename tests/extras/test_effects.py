@@ -20,6 +20,7 @@ RLOO = {"grpo.loss_type": "rloo"}
 GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
 FILES = {"data.task": None, "data.train_file": "rows.jsonl"}
 ADAPTER = {"adapter.r": 4}
+SAVED = {"save_steps": 2}
 SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
@@ -31,13 +32,14 @@ CASES = [
     ("eval_steps", 2, [FILES, NOT_EVALUATED], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
     ("num_logged_prompts", 3, [{"log_completions": 0}], [{}]),
-    ("save", "adapter", [{}], [ADAPTER]),
+    ("save", "adapter", [{}, ADAPTER],
+     [ADAPTER | more for more in (SAVED, {"best_metric": "eval/accuracy_greedy"}, {"stages": ["sft", "grpo"]})]),
     *((f"adapter.{name}", value, [{}], [ADAPTER]) for name, value in {
         "alpha": 8.0, "dropout": 0.1, "target": ["vision"], "quantize": "nf4",
     }.items()),
     *((f"data.{name}", value, [{}], [FILES]) for name, value in {
         "image_root": "folder", "format": "my_format.py:read", "columns": {"label": "solution"},
-        "skip_unreadable": True,
+        "skip_unreadable": True, "image": {"max_pixels": 3136}, "video": {"nframes": 4},
     }.items()),
     ("data.eval_rows", 3, [FILES], [{}]),
     *((f"data.{name}", value, [FILES, NOT_EVALUATED], [{}]) for name, value in {

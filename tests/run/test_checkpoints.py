@@ -534,6 +534,7 @@ REFUSED = [  # options, restarts of torchrun, sentence
     (["--resume=OLDER", "--grpo.beta=0"], 0, "is only in the checkpoint or only in the run"),
     (["--resume=OLDER", "--report_to=[TRACKER]"], 0, "cannot connect"),
     (["--resume=never", "--report_to=[TRACKER]"], 0, "cannot connect"),
+    (["--resume=never", "--reference.path=/gone"], 0, "/gone: this folder does not exist"),
 ]  # fmt: skip
 
 

@@ -72,6 +72,15 @@ def test_a_full_disk_is_told_once(tmp_path, capsys):
     assert "closing failed" not in capsys.readouterr().err
 
 
+def test_completions_that_an_error_left_out_are_named(tmp_path, capsys):
+    log = begin(open_log(tmp_path), "grpo", 1)
+    with pytest.raises(AttributeError, match="world"):  # of the stand-in trainer
+        log.step(0, {"loss": 1.0}, SimpleNamespace(**vars(STEP) | {"rollout": True}))
+    open_log(tmp_path, resumed=tmp_path / "states" / "000001", last_lines=log.state.last_lines)
+    message = "completions.jsonl: the lines of grpo step 0 are missing, because an error came before them\n"
+    assert capsys.readouterr().out.endswith(message)
+
+
 IDS = torch.zeros(3, dtype=torch.long)
 GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None, groups=())
