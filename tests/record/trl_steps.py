@@ -29,10 +29,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from minivlmrl.extras.parity.stages import here_or_later
-from minivlmrl.extras.parity.step import join, write
+from minivlmrl.extras.parity.step import write
 from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_ROLLOUT, options_of
-from minivlmrl.extras.parity.units import NO_DECAY
 
+# parameters without weight decay in transformers.Trainer
+NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
 # {name in TRL's micro-batches: name in a recorded step}
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
@@ -465,4 +466,17 @@ def given_pictures(pictures: list[list], trainer) -> dict:
     if flat:
         fields = trainer.processing_class.image_processor(images=flat, return_tensors="pt")
         tensors |= {f"sampler_{name}": x for name, x in fields.items()}
+    return tensors
+
+
+def join(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Concatenate micro-batches along rows, and pad 2-D tensors on the left."""
+    tensors = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if values[0].dim() == 2:
+            rows = [row for x in values for row in x]
+            tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
+        else:
+            tensors[name] = torch.cat(values)
     return tensors

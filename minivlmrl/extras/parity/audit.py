@@ -14,8 +14,7 @@ from minivlmrl.errors import UserError, error_context
 from minivlmrl.extras.parity import model_stages, step_format
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.search import (
-    GROUPS,
-    NAN,
+    SHOWN,
     STAGES,
     THROUGH_A_MODEL,
     TOLERANCE,
@@ -27,12 +26,14 @@ from minivlmrl.extras.parity.search import (
     find_bugs,
     fits,
     gaps,
+    lines_of,
     names_of,
     possible_bugs,
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError, read
 
-SHOWN = 4  # maximum explanations to print per stage
+# {stage: earlier stages}: skip it if one of them is wrong
+WITHOUT = {"mask": {"tokens"}, "gradients": {"logps", "entropies"}}
 SECONDS = 30.0  # search limit per stage, on the command line
 
 
@@ -57,14 +58,11 @@ class Finding:
         """Return warnings, for example if several bugs explain the wrong numbers equally well."""
         if self.ok or self.again:
             return []
-        unit = GROUPS.get(self.stage, "number")
+        unit = "group of completions" if self.stage == "advantages" else "row"
         count = len(self.explained)
         doubts = {
             f"only one {unit} differs, too few to tell causes apart; record a larger step": self.groups < 2,
             f"{count} causes give the same numbers, so this step cannot tell them apart": count > SHOWN,
-            f"a number was fitted for the first cause, so only one {unit} confirms this cause; record a larger step": (
-                self.groups == 2 and count and self.explained[0].is_guess
-            ),
             "the CPU seconds were used before all causes were tried; a larger --seconds tries more": self.has_ended,
         }
         return [text for text, holds in doubts.items() if holds]
@@ -79,9 +77,9 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """
     findings = []
     for name, stage in STAGES.items():
-        if name == "mask" and d.ids is None:
-            continue  # mask from token ids that are wrong for an unknown reason
         differing = {finding.stage: finding for finding in findings if not finding.ok}
+        if differing.keys() & WITHOUT.get(name, set()):
+            continue
         try:
             answer = stage(d, Change(d, {}))
             if answer is None:
@@ -89,7 +87,6 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
             finding = Finding(name, error(answer), len(all_gaps(answer)))
         except (ValueError, *DAMAGES) as bug:
             if name in THROUGH_A_MODEL and "pictures" in differing:
-                d.forward = None
                 continue  # images do not fit the token ids
             raise UserError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
@@ -101,38 +98,27 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.where = where(answer)
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
+        if name == "tokens":
+            d.sampled = None  # other tokens have other places
     return findings
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
     """Search for bugs behind wrong numbers in a stage."""
-    of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # one bug in two stages is likelier than two bugs; logps and entropies come from the same forward pass
-        both = {}
-        for bug in earlier.explained:
-            if names & bug.of.stage_names():
-                both |= {again.says: again for again in fits(finding.stage, d, bug)}
-        if both or (of_one_forward and earlier.stage == "logps"):
-            finding.explained = list(both.values())
+        # one bug in two stages is likelier than two bugs
+        known = [bug for bug in earlier.explained if names & bug.of.stage_names()]
+        finding.explained = [again for bug in known for again in fits(finding.stage, d, bug)]
+        if finding.explained:
+            finding.again = True
+            both = {bug.says for bug in finding.explained}
             earlier.explained = [bug for bug in earlier.explained if bug.says in both]
-    finding.again = bool(finding.explained)
-    if not (finding.again or of_one_forward):
+            return
+    # logps and entropies come from the same forward pass
+    if finding.stage != "entropies" or "logps" not in differing:
         search = find_bugs(finding.stage, d, seconds)
         finding.explained, finding.has_ended = search.explained, search.has_ended
-    if finding.stage == "mask" and "tokens" in differing and not finding.explained:
-        finding.again = True  # wrong token ids also make the mask wrong
-        finding.explained = differing["tokens"].explained
-    change = finding.explained[0].change if finding.explained else None
-    # A forward bug also makes gradients wrong: recompute them with the bug, to report it once.
-    if finding.stage == "logps" or of_one_forward:
-        d.forward = d.entropy_forward = change or None
-    elif finding.stage == "entropies":
-        d.entropy_forward = change or None
-    if finding.stage == "tokens":  # mask from wrong token ids
-        d.ids = change
-        d.__dict__.pop("regions", None)
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
@@ -158,15 +144,11 @@ def where(answer: dict) -> list[str]:
         pairs = []
         for region in is_wrong.nonzero()[:4].tolist():
             index = tuple(region)
-            pairs.append(f"{region}: {shown(theirs[index])} instead of {shown(ours[index])}")
+            pairs.append(f"{region}: {theirs[index]:.4g} instead of {ours[index]:.4g}")
         lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
     return [", ".join(wrong_counts), *lines[:3]]
-
-
-def shown(number) -> str:
-    return "nan" if number == NAN else f"{number:.4g}"
 
 
 def report(findings: list[Finding], d: Dump) -> str:
@@ -214,18 +196,13 @@ def finding_lines(finding: Finding) -> list[str]:
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
     lines = [line.rstrip()]
     if finding.again:
-        return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0]}"]
+        return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0].says}"]
     lines += [f"{'':12}{text}" for text in finding.doubts()]
     if not (finding.ok or finding.explained):
         lines.append(f"{'':12}no known cause explains the difference")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
-    word = "explained by"
-    for bug in finding.explained[:SHOWN]:
-        lines.append(f"{'':12}{word}: {bug}")
-        word = "or"
-        about = [bug.of.source, f"effect: {bug.of.effect}", bug.of.used_by and f"a design of {bug.of.used_by}"]
-        lines.append(f"{'':16}{'; '.join(filter(None, about))}")
-    return lines
+    texts = lines_of(finding.explained) if finding.explained else []
+    return lines + [f"{'':12}{text}" for text in texts]
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:

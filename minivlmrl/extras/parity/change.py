@@ -4,7 +4,6 @@ For example, a bug may halve the rewards, or give completions the advantage of t
 """
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 from torch.nn.functional import pad
@@ -13,7 +12,10 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` of formulas such as `lambda s: s.x / 2`, which halves the correct value s.x."""
+    """Argument `s` of formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
+
+    Its attributes are the given values, then those of `place` and its loss options, then tensors in the step.
+    """
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -21,8 +23,9 @@ class Values:
         self._place = place
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(self._place, name):
-            return getattr(self._place, name)
+        for owner in (self._place, getattr(self._place, "options", None)):
+            if hasattr(owner, name):
+                return getattr(owner, name)
         return self.step[name] if name in self.step else getattr(self.step, name)
 
 
@@ -37,7 +40,7 @@ class Change(dict):
         """Return a quantity as a trainer with the bug computes it; `x` is the correct value.
 
         A replacement is one of:
-            - a value;
+            - a value, "{c}" is the fitted number;
             - a formula, such as `lambda s: s.c * s.x`; the search fits the number c;
             - (kind, part, None) to reorder x, for example by "the next row in its group";
             - (kind, part, formula) to change `s.region`, the affected part: a mask or, for models, a function that
@@ -52,6 +55,8 @@ class Change(dict):
             if deviation is None:
                 return pad(x.flatten(), (0, 1))[region] if kind == "columns" else x[region]
             values["region"] = region
+        if deviation == "{c}":
+            return self["c"]
         if not callable(deviation):
             return deviation
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
@@ -63,19 +68,6 @@ class Change(dict):
             if use in uses and not other_uses.isdisjoint(uses):
                 return Change(self.d, {})
         return self
-
-
-def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply `change` to token ids in one part of a completion, such as the first turn."""
-    new_items, new_flags = [], []
-    triples = zip(flags, region, x, strict=True)
-    for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
-        items = [item for _, _, item in run]
-        if inside:
-            items = change(Values(step, x=items))
-        new_items += items
-        new_flags += [flag] * len(items)
-    return new_items, new_flags
 
 
 def composed(first: Any, then: Any) -> Any:
@@ -106,7 +98,7 @@ def with_c(formula, c: float):
         s.c = c
         return formula(s)
 
-    return changed if callable(formula) else formula
+    return c if formula == "{c}" else changed if callable(formula) else formula
 
 
 def chained(first: Callable, then: Callable) -> Callable:

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from minivlmrl.errors import UserError, pluralize, truncate
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.compile_alone import Clone, Names
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.loss import SETTINGS, cases, closest_losses, compare, judge
+from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
 TRIED = 2  # close TRL losses to compare a function with
@@ -264,46 +262,41 @@ def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
             error = error or found
     if error and not fitting:
         raise error
-    layout, best = min(fitting.items(), key=lambda item: item[1][0][0])
+    layout, best = min(fitting.items(), key=lambda item: item[1][0].share)
     loss = candidate.loss(layout)
     results = []
-    for _, only in best[:TRIED]:
-        verdict = judge(loss, TOLERANCE, framework=candidate.framework, **limit, **only)
-        of = " ".join(f"{option}={x}" for option, x in only.items() if option != "kind")
+    for close in best[:TRIED]:
+        verdict = judge(loss, TOLERANCE, framework=candidate.framework, **limit, **close.only)
         if verdict.agrees:
-            return Audited(candidate, "agrees", f"TRL's {of}")
+            return Audited(candidate, "agrees", f"TRL's {close}")
         if verdict.kinds:
             result = "mistake" if "mistake" in verdict.kinds else "design"
             lines = [line.partition(": ")[2] for line in verdict.names if line.startswith(("mistake: ", "design: "))]
-            return Audited(candidate, result, f"{'; '.join(lines)} (closest: {of})")
+            return Audited(candidate, result, f"{'; '.join(lines)} (closest: {close})")
         laws = "; ".join(says.partition(". Smallest")[0] for says in verdict.broken)
-        unnamed = f"from TRL's {of} for no known cause, but obeys all laws"
+        unnamed = f"from TRL's {close} for no known cause, but obeys all laws"
         results.append(Audited(candidate, "broken law", laws) if laws else Audited(candidate, "differs", unnamed))
     return results[0]
 
 
-def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[tuple[float, dict]]:
-    """Return (share of differing cases, case options) per TRL loss, closest first."""
+def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
+    """Return TRL's losses, closest first."""
     loss = as_torch(candidate.loss(layout), candidate.framework)
     kind = candidate.kind
     read = set()
     batch = random_batch(kind, MASKS[5])
-    _, slope = loss_and_gradient(
-        loss, batch, {"kind": kind, **DEFAULTS[kind], "tokens": int(batch["mask"].sum())}, read
-    )
+    tokens = int(batch["mask"].sum())
+    _, slope = loss_and_gradient(loss, batch, {"kind": kind, **DEFAULTS[kind], "tokens": tokens}, read)
     if not (slope.isfinite().all() and slope.any()):
         raise UserError("no gradient reaches the log-probabilities")
-    only = {} if "ref_per_token_logps" in read else {"beta": 0.0}
-    results = []
-    for _, options, batch, value, slope in cases(kind=kind, **only):
-        results.append((options, compare(loss, options, batch, value, slope).error))
-    ranked = []
-    settings = [x for x in SETTINGS[: 2 if only else 3] if x in results[0][0]]
-    for text, group in closest_losses(results, settings, TOLERANCE):
-        options = dict(item.split("=") for item in text.split())
-        share = sum(results[i][1] > TOLERANCE for i in group) / len(group)
-        ranked.append((share, {x: yaml.safe_load(value) for x, value in options.items()} | only))
-    return sorted(ranked, key=lambda pair: (pair[0] > 0, not is_named(candidate, pair[1]), pair[0]))
+    has_kl = "ref_per_token_logps" in read
+    only = {} if has_kl else {"beta": 0.0}
+    results = [(case[0], compare(loss, *case).error) for _, *case in cases(kind=kind, **only)]
+    settings = [name for name in SETTINGS[: 3 if has_kl else 2] if name in results[0][0]]
+    close = closest_losses(results, settings, TOLERANCE)
+    for trl_loss in close:
+        trl_loss.only |= only
+    return sorted(close, key=lambda x: (x.share > 0, not is_named(candidate, x.only), x.share))
 
 
 def is_named(candidate: Candidate, options: dict) -> bool:

@@ -1,10 +1,9 @@
 """Laws for all losses: finite numbers, masked tokens, padding, row order and micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.assertions import split_error
@@ -33,56 +32,63 @@ def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
             return
 
 
+def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
+    """Yield a finding if the loss of a varied batch differs.
+
+    Args:
+        vary: function from a batch to (varied batch, function from its gradient to the batch's, text) triples.
+    """
+    for batch, options in loss.batches():
+        value, slope = loss(batch, **options)
+        for other_batch, restored, how in vary(batch):
+            other_value, other_slope = loss(other_batch, **options)
+            change = ""
+            if loss.differ(restored(other_slope), slope):
+                change = "the gradient changes, but not the loss"
+            if loss.differ(other_value, value):
+                change = "the loss is {} instead of {}".format(*contrast(other_value, value))
+            if change:
+                yield Finding(f"{says}. Smallest batch: {described(batch, options)}; {how}, {change}")
+                return
+
+
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
     """Masked tokens have no gradient, and their log-probabilities change nothing."""
     for batch, options in loss.batches():
-        inside = batch["mask"].bool()
-        value, slope = loss(batch, **options)
-        if loss.differ(slope.masked_fill(inside, 0.0), torch.zeros_like(slope)):
+        slope = loss.gradient(batch, **options)
+        if loss.differ(slope * (1 - batch["mask"]), torch.zeros_like(slope)):
             where = described(batch, options)
             yield Finding(f"masked tokens are trained. Smallest batch: {where}; its gradient is {numbers(slope)}")
             return
-        for name in ("per_token_logps", "old_per_token_logps", "ref_per_token_logps"):
-            if name not in batch:
-                continue
-            other_value, other_slope = loss(batch | {name: batch[name].where(inside, batch[name] - 1.7)}, **options)
-            if loss.differ(other_value, value) or loss.differ(other_slope[inside], slope[inside]):
-                yield Finding(
-                    f"masked tokens change the loss. Smallest batch: {described(batch, options)}; if {name} is 1.7 "
-                    f"nats lower at masked tokens, {change(loss, value, other_value)}"
-                )
-                return
+    yield from changed_by(loss, other_masked_tokens, "masked tokens change the loss")
+
+
+def other_masked_tokens(batch: dict) -> Iterator[tuple]:
+    mask = batch["mask"]
+    for name in ("per_token_logps", "old_per_token_logps", "ref_per_token_logps"):
+        if name in batch:
+            lower = batch | {name: batch[name] - 1.7 * (1 - mask)}
+            yield lower, mask.mul, f"if {name} is 1.7 nats lower at masked tokens"
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
     """Three more padding columns change nothing."""
-    for batch, options in loss.batches():
-        T = batch["mask"].shape[-1]
-        value, slope = loss(batch, **options)
-        padded = dict(batch)
-        for name, x in batch.items():
-            if x.dim() > 1:
-                padded[name] = pad(x, (0, 3), value=0.0 if name == "mask" else -0.9)
-        other_value, other_slope = loss(padded, **options)
-        if loss.differ(other_value, value) or loss.differ(other_slope[..., :T], slope):
-            yield Finding(
-                f"padding changes the loss. Smallest batch: {described(batch, options)}; with three more columns of "
-                f"padding, {change(loss, value, other_value)}"
-            )
-            return
+    yield from changed_by(loss, padded, "padding changes the loss")
+
+
+def padded(batch: dict) -> Iterator[tuple]:
+    values = {name: 0.0 if name == "mask" else -0.9 for name, x in batch.items() if x.dim() > 1}
+    longer = batch | {name: pad(batch[name], (0, 3), value=value) for name, value in values.items()}
+    yield longer, lambda slope: slope[..., :-3], "with three more columns of padding"
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
     """Reordering the rows changes nothing."""
-    for batch, options in loss.batches():
-        value, slope = loss(batch, **options)
-        other_value, other_slope = loss({name: x.flip(0) for name, x in batch.items()}, **options)
-        if loss.differ(other_value, value) or loss.differ(other_slope.flip(0), slope):
-            yield Finding(
-                f"the order of the rows changes the loss. Smallest batch: {described(batch, options)}; in reverse "
-                f"order, {change(loss, value, other_value)}"
-            )
-            return
+    yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
+
+
+def in_reverse(batch: dict) -> Iterator[tuple]:
+    yield {name: x.flip(0) for name, x in batch.items()}, lambda slope: slope.flip(0), "in reverse order"
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
@@ -111,12 +117,6 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
             else:
                 yield Finding(says)
             return
-
-
-def change(loss: Examined, value: Tensor, other_value: Tensor) -> str:
-    if loss.differ(other_value, value):
-        return "the loss is {} instead of {}".format(*contrast(other_value, value))
-    return "the gradient changes, but not the loss"
 
 
 COMMON_LAWS: tuple[Law, ...] = (

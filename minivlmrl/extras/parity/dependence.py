@@ -130,28 +130,39 @@ def is_scored(document: Tensor, row: int, token: int) -> bool:
     return bool(number and token and document[row, token - 1] == number)
 
 
-def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
-    """Change one token, and record faults."""
+def allowed_moves(forward: Forward, faults: Faults, document: Tensor, place: Place, says: str, *inputs) -> list[Place]:
+    """Return the tokens that an input at `place` moves and may move; record the others as faults."""
     row, token = place
     number = int(document[place])
-    ids = forward.ids.clone()
-    ids[place] = next(value for value in values if value != ids[place])
-    moved = [other for other in forward.moved(ids, *forward.pictures) if is_scored(document, *other)]
-    for other in moved:
-        other_number = int(document[other])
-        where = f"token {token} of row {row} moves token {other[1]} of row {other[0]}"
+    allowed = []
+    for other in forward.moved(*inputs):
+        if not is_scored(document, *other):
+            continue
+        where = f"{says} moves token {other[1]} of row {other[0]}"
         if not number:
             faults.add("padding moves a log-probability", where)
         elif other[0] != row:
             faults.add("a row depends on another row", where)
-        elif other_number != number:
-            faults.add(f"document {other_number} depends on document {number} in the same row", where)
+        elif document[other] != number:
+            faults.add(f"document {document[other]} depends on document {number} in the same row", where)
         elif other[1] < token:
             faults.add("a token depends on a later token", where)
+        else:
+            allowed.append(other)
+    return allowed
+
+
+def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
+    """Change one token, and record faults."""
+    row, token = place
+    says = f"token {token} of row {row}"
+    ids = forward.ids.clone()
+    ids[place] = next(value for value in values if value != ids[place])
+    allowed = allowed_moves(forward, faults, document, place, says, ids, *forward.pictures)
     following = (row, token + 1)
-    is_inside = token + 1 < ids.shape[1] and following[1] >= forward.first
-    if number and is_inside and document[following] == number and following not in moved:
-        faults.add("a token does not move the log-probability of the next token", f"token {token} of row {row}")
+    is_inside = forward.first <= token + 1 < ids.shape[1]
+    if document[place] and is_inside and document[following] == document[place] and following not in allowed:
+        faults.add("a token does not move the log-probability of the next token", says)
 
 
 def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
@@ -164,21 +175,15 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
     """Negate the pixels of one image, and record faults."""
     row, first, last = place
+    says = f"image {image} in row {row}"
     pixel_values, grids = forward.pictures
     parts = list(pixel_values.split(grids.prod(1).tolist()))
     parts[image] = -parts[image]
-    moved = [other for other in forward.moved(forward.ids, torch.cat(parts), grids) if is_scored(document, *other)]
-    acts = False
-    for other_row, token in moved:
-        where = f"image {image}, in row {row}, moves token {token} of row {other_row}"
-        if other_row != row or document[other_row, token] != document[row, first]:
-            faults.add("an image moves another row or document", where)
-        elif token <= first:
-            faults.add("an image moves a token before it", where)
-        elif token > last:
-            acts = True
-    if not acts:
-        faults.add("an image moves no later token of its document", f"image {image}, in row {row}")
+    # a placeholder is scored before it is seen
+    start = row, min(first + 1, last)
+    allowed = allowed_moves(forward, faults, document, start, says, forward.ids, torch.cat(parts), grids)
+    if all(token <= last for _, token in allowed):
+        faults.add("an image moves no later token of its document", says)
 
 
 def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):

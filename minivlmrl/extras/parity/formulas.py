@@ -15,40 +15,12 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
-def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return the trainer's log-probabilities if their errors look like those of 16-bit x, else x.
-
-    Errors must be correlated and of similar size; below 16 log-probabilities, they could be correlated by chance.
-
-    Args:
-        x: log-probabilities recomputed in 16 bits.
-        exact: log-probabilities recomputed in float64.
-    """
-    errors = (x - exact)[theirs != exact]
-    differences = (theirs - exact)[theirs != exact]
-    if len(errors) < 16 or differences.abs().max() > 0.05:
-        return x
-    sizes = errors.norm(), differences.norm()
-    correlation = (errors @ differences) / (sizes[0] * sizes[1] + 1e-30)
-    is_large_enough = correlation > max(0.3, 2 / len(errors) ** 0.5)
-    return theirs if is_large_enough and max(sizes) < 2 * min(sizes) else x
-
-
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
     """Clip gradients like torch's clip_grad_norm_; `norm` defaults to the total norm."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
     return {name: x * share for name, x in gradients.items()}
-
-
-def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Replace values with their sum over all tokens with the same number in `span`.
-
-    Example: the values [1, 2, 4] with the span numbers [0, 0, 1] become the sums [3, 3, 4].
-    """
-    totals = x.new_zeros(int(span.max()) + 1)
-    return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def first(x: Tensor) -> Tensor:

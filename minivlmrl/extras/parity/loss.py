@@ -5,6 +5,7 @@ minivlmrl with the installed TRL.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,6 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line per differing case
-    where: str = ""  # what only the differing cases have in common
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or no name was found
@@ -100,7 +100,7 @@ class Verdict:
         if not differing:
             untested = [f"not tested: {says}" for says in self.untested]
             return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *laws, *untested])
-        head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
+        head = f"{differing} of {self.cases} cases differ from TRL"
         more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
         return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *laws])
 
@@ -127,8 +127,8 @@ def judge(
         return verdict
     errors = [(options, result.error) for _, options, result in results]
     settings = [name for name in SETTINGS if name in varied or name in only]
-    candidates = closest_losses(errors, settings, tolerance)
-    verdict.kinds, verdict.names = find_names_by_loss(steps, candidates, errors, tolerance, seconds)
+    closest = closest_losses(errors, settings, tolerance)[0]
+    verdict.kinds, verdict.names = find_names_by_loss(steps, closest, seconds)
     if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
         report = laws_of(my_loss, tolerance, kind, only)
         verdict.broken = report.sentences("broken")
@@ -154,11 +154,7 @@ def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[s
         if result.error > tolerance:
             chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
             differences.append(f"{case} ({chosen}): {result}" if chosen else f"{case}: {result}")
-    agreeing, differing = (
-        [options for _, options, result in results if (result.error > tolerance) == differs]
-        for differs in (False, True)
-    )
-    return Verdict(len(results), differences, where=shared(differing, agreeing))
+    return Verdict(len(results), differences)
 
 
 def names_without_search(results: list["Comparison"], tolerance: float) -> tuple[list[str], list[str]]:
@@ -180,58 +176,56 @@ def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
     return examine(my_loss, kind, tolerance, **known)
 
 
-def find_names_by_loss(
-    steps: list[Dump],
-    candidates: list[tuple[str, list[int]]],
-    errors: list[tuple[dict, float]],
-    tolerance: float,
-    seconds: float,
-) -> tuple[list[str], list[str]]:
+@dataclass
+class CloseLoss:
+    """TRL loss to compare a user's loss with."""
+
+    only: dict  # options that select it
+    cases: list[int]  # test case indices
+    share: float  # share of differing cases
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
+
+
+def closest_losses(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> list[CloseLoss]:
+    """Return the TRL losses, closest first; `results`: (options, error) per test case."""
+    names = "kind", *settings
+    groups = defaultdict(list)
+    for i, (options, _) in enumerate(results):
+        groups[tuple(x[0] if isinstance(x := options[name], list) else x for name in names)].append(i)
+    close = []
+    for values, group in groups.items():
+        share = statistics.mean(results[i][1] > tolerance for i in group)
+        close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
+
+    def difference(loss: CloseLoss) -> tuple:
+        # full agreement is closest; among equals, TRL's default
+        share = round(loss.share, 1) if loss.share else -1.0
+        return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
+
+    return sorted(close, key=difference)
+
+
+def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) -> tuple[list[str], list[str]]:
     """Call `find_names` for all test cases, then for those of the closest loss.
 
     A loss that does not read loss_type is a single TRL loss, so it is not compared with all of them.
     """
-    closest, group = candidates[0]
     kinds, names = [], []
-    if len(group) == len(steps) or steps[0].reads("loss_type"):
+    is_all = len(closest.cases) == len(steps)
+    if is_all or steps[0].reads("loss_type"):
         kinds, names = find_names(steps, seconds)
-    if len(group) == len(steps) or (kinds and "mistake" not in kinds):
+    if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
+    of_closest = f"the {len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
     # a right GSPO loss differs from GRPO, but has no mistake
-    if all(errors[i][1] <= tolerance for i in group):
-        return [], [f"  Your loss agrees in all {len(group)} cases of --only {closest}"]
+    if not closest.share:
+        return [], [f"  Your loss agrees in all {of_closest.removeprefix('the ')}"]
     if kinds:
         return kinds, names
-    kinds, names = find_names([steps[i] for i in group], seconds)
-    return kinds, [*names, f"  Your loss is closest to the {len(group)} cases of --only {closest}"]
-
-
-def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Describe what only the differing cases have in common: ", which are those with beta = 0.1"; "" if nothing."""
-    for name in differing[0] if differing and agreeing else ():
-        values = [options.get(name) for options in differing]
-        if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
-            return f", which are those with {name} = {values[0]}"
-    return ""
-
-
-def closest_losses(
-    results: list[tuple[dict, float]], settings: list[str], tolerance: float
-) -> list[tuple[str, list[int]]]:
-    """Return (options, test case indices) per TRL loss, closest first."""
-    groups = {}  # {options that select a TRL loss: test case indices}
-    for i, (options, _) in enumerate(results):
-        values = {"kind": options["kind"]} | {name: options[name] for name in settings}
-        texts = [f"{name}={x[0] if isinstance(x, list) else x}" for name, x in values.items()]
-        groups.setdefault(" ".join(texts), []).append(i)
-
-    def difference(item: tuple[str, list[int]]) -> tuple:
-        texts, group = item
-        share = statistics.mean(results[i][1] > tolerance for i in group)
-        # full agreement is closest; among equals, TRL's default
-        return round(share, 1) if share else -1.0, "loss_type=dapo" not in texts, -len(group)
-
-    return sorted(groups.items(), key=difference)
+    kinds, names = find_names([steps[i] for i in closest.cases], seconds)
+    return kinds, [*names, f"  Your loss is closest to {of_closest}"]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from dataclasses import replace
 from functools import reduce
 from itertools import chain
 
@@ -12,14 +13,27 @@ from torch.nn.functional import pad
 from minivlmrl.extras.parity.audit import where
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.change import composed
-from minivlmrl.extras.parity.search import Bug, Search, by_kind, computed, count_wrong, error, possible_bugs
+from minivlmrl.extras.parity.search import (
+    RATE,
+    Bug,
+    Search,
+    by_kind,
+    computed,
+    count_wrong,
+    error,
+    lines_of,
+    possible_bugs,
+)
 from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
 from minivlmrl.extras.parity.step_format import options_of
 
 PARTS = 4  # maximum bugs in a combination
-TIED = 4  # maximum printed bugs with equal numbers
 TRIALS_PER_SECOND = 400  # on an ordinary core
-MAKES_NAN = "a completion without tokens makes the loss NaN"  # effect of such bugs in names.py
+DIVIDED_BY_0 = Bug(
+    "a row without tokens is divided by 0 in the mean over each row",
+    {},
+    replace(RATE, effect="a completion without tokens makes the loss NaN"),
+)
 SEARCHED = 32  # approximate number of cases to search; others are compared at the end
 
 
@@ -121,29 +135,13 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
         step.trials = trials
     try:
         # NaN for a completion without tokens is one bug, and must not hide others
-        finite = [step for step in steps if is_finite(step)]
-        if 0 < len(finite) < len(steps):
-            return parts_with_nan(steps, finite)
-        return parts_of(steps)
+        finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
+        agrees = all(explains(step, {}) for step in finite)
+        parts = [] if agrees else parts_of(finite)
+        return [*parts, [DIVIDED_BY_0]] if len(finite) < len(steps) and (agrees or parts) else parts
     finally:
         for step in steps:
             step.trials = Trials()
-
-
-def parts_with_nan(steps: list[Dump], finite: list[Dump]) -> list[list[Bug]]:
-    """Find bugs for the cases with finite losses, and one that makes the other losses NaN."""
-    largest = max(steps, key=lambda step: len(step.all_rows))
-    makers = [bug for bug in possible_bugs("loss", largest) if bug.of.effect == MAKES_NAN]
-    for bug in makers:  # this bug alone may explain all cases
-        if all(explains(step, bug.change) for step in steps):
-            return [[bug]]
-    parts = [] if all(explains(step, {}) for step in finite) else parts_of(finite)
-    found = reduce(composed, (part[0].change for part in parts), {})
-    for bug in makers:
-        change = composed(found, bug.change)
-        if change and all(explains(step, change) for step in steps):
-            return [*parts, [bug]]
-    return parts_of(steps)
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
@@ -264,11 +262,8 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
             f"unfinished: the search ended before all causes were tried; a larger --seconds than {seconds:g} tries more"
         )
     lines = []
-    for first, *others in parts:
-        lines.append(f"{first.kind}: {first.says}")
-        lines += [f"  or: {other.says}" for other in others[: TIED - 1]]
-        lines.append(f"  effect: {first.of.effect}")
-        lines += [f"  done by: {first.of.used_by}"] * (first.kind == "design")
+    for part in parts:
+        lines += lines_of(part)
     kinds = [part[0].kind for part in parts] + ["design"] * len(of_value)
     return kinds, [*lines, *of_value] or [says]
 

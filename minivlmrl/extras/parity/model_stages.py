@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.formulas import clipped
-from minivlmrl.extras.parity.stages import Answer, beside, shown
+from minivlmrl.extras.parity.stages import Answer, shown
 from minivlmrl.extras.parity.step import Dump
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for bfloat16, float16 or an unknown dtype
 # after the forward pass: bugs here, such as rounding, need no new forward pass
-AFTER_FORWARD = {"logps", "mode", "inside"}
+AFTER_FORWARD = {"logps", "mode"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
@@ -49,15 +49,13 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
             if model is None:
                 from minivlmrl.model.checkpoint import load_model
 
-                dtype = change("dtype", torch.float64)
-                model = change("model", load_model(folder, dtype).requires_grad_(grad))
-            own = images[picture_row], *beside(d, images, row)
-            cache[key] = row_logps(d, change, model, row, attended[row], own)
+                model = load_model(folder, torch.float64).requires_grad_(grad)
+            cache[key] = row_logps(d, change, model, row, attended[row], images[picture_row])
         value[:, row] = cache[key]
     return torch.stack([change("logps", x) for x in value]), model
 
 
-def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
+def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
     """Return (2, S): log-probability and entropy per completion token, 0 elsewhere."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
@@ -69,19 +67,17 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
     # a token is predicted by the previous hidden state
-    autocast = change("autocast", None)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
+    logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
-    log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    log_probs = (logits / temperature).log_softmax(-1)
     labels = change("labels", d["input_ids"][row][scored_columns])
     logps = change("scores", log_probs.gather(1, labels[:, None])[:, 0])
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    value[:, scored_columns] = torch.stack([logps, entropies]).double()
+    value[:, scored_columns] = torch.stack([logps, entropies])
     return value
 
 
-def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> "GroupBatch":
+def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> "GroupBatch":
     from minivlmrl.data.rows import Prompt
     from minivlmrl.model.packing import pack
     from minivlmrl.model.rope import get_rope_index
@@ -89,28 +85,23 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
-    images, flat, index = images
-    images = change("pictures", images, flat=flat, index=index)
-    is_blind = change("blind", torch.zeros(len(images), dtype=torch.bool))
+    images = change("pictures", images)
     grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
     ids = ids[attended]
-    has_tokens = torch.isin(torch.arange(len(images)), picture_numbers)
-    is_seen = has_tokens & ~is_blind
-    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # -1 marks text
+    is_seen = torch.isin(torch.arange(len(images)), picture_numbers)
+    seen_ids = ids.where(picture_numbers < len(images), -1)  # -1 marks text
     seen_patches = patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
     batch = pack([Prompt(seen_ids, seen_patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
     batch.position_ids = change(
         "positions",
-        # hidden images also have positions
-        get_rope_index(ids.where(picture_numbers < len(grids), -1), grids[has_tokens], config),
+        get_rope_index(seen_ids, grids[is_seen], config),
         indices=torch.arange(len(ids)).expand(3, -1),
         own=d.completion[row, attended],
-        pictures=picture_numbers,
     )
     return batch
 
@@ -142,31 +133,25 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
     # A bug may exchange log-probabilities between rows, so all rows need a forward pass.
-    rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
+    rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
-
-    def recomputed(change: Change) -> Tensor:
-        steps = d.get("rollout_step", d.all_rows * 0)
-        value = torch.zeros_like(d[name])
-        for step in steps[rows].unique():  # weights differ between rollout steps
-            of_step = rows[steps[rows] == step]
-            outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
-            value += outputs[int(name == "entropies")]
-        return value * counted_mask
-
     theirs = d[name].nan_to_num() * counted_mask
-    ours = recomputed(change)
-    exact = recomputed(Change(d, {})) if "dtype" in change else ours
-    ours = change("mode", ours, theirs=theirs, exact=exact, folder=folder)
-    return {name: (theirs[part], ours[part], model_unit(d))}
+    ours = torch.zeros_like(theirs)
+    steps = d.get("rollout_step", d.all_rows * 0)
+    for step in steps[rows].unique():  # weights differ between rollout steps
+        outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), rows[steps[rows] == step])
+        ours += outputs[int(name == "entropies")]
+    ours = change("mode", ours * counted_mask, theirs=theirs, folder=folder)
+    # samplers, such as vLLM, compute in 16 bits
+    unit = THROUGH_A_MODEL * HALF if name == "sampler_logps" else model_unit(d)
+    return {name: (theirs[part], ours[part], unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
-    has_model = d.about.get("model") and d.forward is not None and d.entropy_forward is not None
     is_unknown = (d["completion_mask"] * of_unattended(d)).any()
-    if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
+    if not theirs or not d.about.get("model") or not d.has("logps_gradient") or is_unknown:
         return None
     ours = accumulate(d, change)
     unit = model_unit(d) * max(x.abs().max() for x in [*ours.values(), *theirs.values()]) + 1e-30
@@ -198,25 +183,15 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    cache = d.cache
-    if number not in cache:
-        part = d.micro_batches[number]
+    if number not in d.cache:
         slopes = d["logps_gradient"]
-        both = [slopes, d.get("entropies_gradient", slopes * 0)]
-        passes: list[Any] = [(d.forward, both)]
-        # different bugs in log-probabilities and entropies need separate forward passes
-        if d.entropy_forward != d.forward:
-            passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
-        total = {}
-        for deviation, weights in passes:
-            value, model = forward(d, Change(d, deviation), d.about["model"], part, grad=True)
-            if value.requires_grad:  # False if no row has a token to train on
-                (value * torch.stack(weights)).sum().backward()
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    total[name] = total.get(name, 0) + p.grad.double()
-        cache[number] = total
-    return cache[number]
+        weights = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
+        value, model = forward(d, Change(d, {}), d.about["model"], d.micro_batches[number], grad=True)
+        if value.requires_grad:  # False if no row has a token to train on
+            (value * weights).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        d.cache[number] = {name: x.double() for name, x in gradients.items() if x is not None}
+    return d.cache[number]
 
 
 def clip(d: Dump, change: Change) -> Answer:
@@ -264,7 +239,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     """Return a weight after one AdamW step; `state`: Adam's first and second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
-    beta1, beta2 = change("betas", options["betas"])
+    beta1, beta2 = options["betas"]
     step = change("step", options["step"])
     is_coupled = change("coupled", False)  # Adam with L2 regularization: decay inside the gradient
     slope = gradient + decay * weight * is_coupled
@@ -296,7 +271,7 @@ def rate_at(step: int, options: dict, change: Change) -> float:
     warmup = change("warmup", configured)
     max_steps = options["max_steps"]
     progress = (t - warmup) / max(1, max_steps - warmup)
-    done_share = min(1.0, change("progress", progress, t=t, max_steps=max_steps))
+    done_share = min(1.0, progress)
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
     return options["learning_rate"] * rate_share

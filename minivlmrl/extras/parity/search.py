@@ -6,16 +6,13 @@ The search recomputes the numbers with one known bug at a time, and compares the
     2. bugs in one computation, such as a wrong mask only in the token count
     3. bugs with an unknown constant, such as c in "the ratio is at most c"
     4. one factor for all numbers
-    5. pairs of bugs
 """
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +22,10 @@ from minivlmrl.extras.parity import model_stages, stages
 from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
 from minivlmrl.extras.parity.progress import with_bar
-from minivlmrl.extras.parity.scales import counts, factors, known_numbers
+from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-7
-NAN = 1e300  # NaN in loss test cases, where two NaN are equal
 # {stage: (recomputed tensor, step.json field with the model folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
@@ -53,15 +49,13 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
+SHOWN = 4  # maximum bugs to print, if they give the same numbers
 IDS = ("tokens", "pictures", "mask")  # integer stages, without fitted factors
-# what "only one row differs, too few to tell causes apart" counts instead of rows
-GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # start values for an unknown number, such as c in "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # bugs with the smallest errors, whose numbers are fitted to all digits
 CASE_REFINED = 4  # in loss test cases
-PAIRED_NUMBERS = 12  # with fewer wrong numbers, some pair of bugs would fit by chance
 
 
 @dataclass(eq=False)
@@ -73,10 +67,6 @@ class Bug:
     of: table.Target  # stages, effect and source of the quantity
     error: float = 0.0  # error left after recomputing with this bug
     parts: int = 1  # single bugs in this combination
-    is_guess: bool = False  # fitted number equals no count or option in the step
-
-    def __str__(self) -> str:
-        return f"{self.says} (remaining error {self.error:.0e})"
 
     @property
     def kind(self) -> str:
@@ -94,12 +84,8 @@ class Bug:
 
     @property
     def is_general(self) -> bool:
-        is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
+        is_formula = any(callable(x) and x in table.GENERAL_FORMULAS for x in self.change.values())
         return not self.of.used_by and (self.is_scoped or is_formula)
-
-    @property
-    def has_unlikely_number(self) -> bool:
-        return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, target: str) -> bool:
         """Return whether the bug can be limited to one computation, such as the baseline of the advantages."""
@@ -112,14 +98,13 @@ class Bug:
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
-    def with_number(self, number: float, source: str = "") -> "Bug":
-        """Put the number into the text, for example "all values are 8 times as large: the 8 rows"."""
-        says = self.says.replace("{c}", f"{number:.5g}") + source
-        return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
+    def with_number(self, number: float) -> "Bug":
+        """Put the number into the text, for example "all values are 8 times as large"."""
+        return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=self.change | {"c": number})
 
 
 RATE = table.TARGETS["factor: the effective learning rate changes"]
-FACTOR = Bug("all values are {c} times as large", {"factor": table.fitted_number}, RATE)
+FACTOR = Bug("all values are {c} times as large", {"factor": "{c}"}, RATE)
 OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a constant length"))
 
 
@@ -132,15 +117,14 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
     """List known bugs in a stage, except those with missing tensors."""
     names = names_of(name, d)
     result = []
-    for key, bugs in table.BUGS.items():
-        target = table.TARGETS[key]
+    for key, target in table.TARGETS.items():
         could_be = not target.read or d.reads(target.read)
         if target.about.startswith("clipping") and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
             continue  # losses without a clip
         if names & target.stage_names() and target.needs in d and could_be:
             if target.unread and d.reads(target.unread):
                 target = replace(target, used_by="")
-            for says, change in bugs.items():
+            for says, change in table.BUGS[key].items():
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
@@ -187,9 +171,8 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # two NaN are equal, as in `formulas.distance`
-            theirs, ours = theirs.nan_to_num(nan=NAN), ours.nan_to_num(nan=NAN)
-            unit = ours.where(ours.abs() < NAN, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
+        if d.case_tolerance:  # as in `formulas.distance`
+            unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
         else:  # limited unit: huge numbers from a bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
@@ -200,10 +183,6 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
 
 def gaps(theirs: Tensor, ours: Tensor | float, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
-
-
-def best_factor(theirs: Tensor, ours: Tensor) -> float:
-    return float(theirs @ ours / (ours @ ours + 1e-300))
 
 
 def all_gaps(answer: dict) -> Tensor:
@@ -217,12 +196,9 @@ def error(answer: dict | None) -> float:
     return differences.max().item() if len(differences) else 0.0
 
 
-def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums over relative errors; bugs with equal sums have the same effect."""
-    if answer is None:
-        return math.inf, math.inf
-    differences = all_gaps(answer).clamp(max=1.0)
-    return float(differences.sum()), float(differences.cumsum(0).sum())
+def distance(answer: dict | None) -> float:
+    """Return the sum of relative errors, each at most 1."""
+    return math.inf if answer is None else float(all_gaps(answer).clamp(max=1.0).sum())
 
 
 def count_wrong(answer: dict) -> int:
@@ -230,17 +206,12 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count wrong numbers; advantages count once per group, tokens once per row or pair."""
-    if name not in GROUPS:
-        return count_wrong(answer)
+    """Count wrong numbers, tokens once per row, and advantages once per group."""
     labels = d["group"] if name == "advantages" else d.all_rows
-    if name == "loss" and "pair" in d:  # numbered per micro-batch
-        labels = d["pair"] + len(labels) * d["micro_batch"]
     counts = []
     for theirs, ours, unit in answer.values():
-        is_wrong = (gaps(theirs, ours, unit) > TOLERANCE).view(len(theirs), -1).any(1)
-        is_by_row = len(is_wrong) == len(labels)
-        counts.append(len(labels[is_wrong].unique()) if is_by_row else int(is_wrong.sum()))
+        rows = (gaps(theirs, ours, unit) > TOLERANCE).nonzero()[:, 0]
+        counts.append(len((labels[rows] if len(theirs) == len(labels) else rows).unique()))
     return max(counts)
 
 
@@ -259,22 +230,18 @@ class Region(NamedTuple):
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-        return distance(self.of(answer))[0]
+        return distance(self.of(answer))
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     """List the whole step, and parts with all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    row_sets = {} if name == "advantages" else d.row_sets  # rollout rows are not step rows
-    sets: dict[str, Any] = d.parts if name in BY_PARAMETER else row_sets
-    for says, chosen in sets.items():
-        if name in BY_PARAMETER:
-            inside = {key: torch.tensor(bool(chosen(key))) for key in answer}
-        else:
-            by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(chosen)}
-            inside = {key: chosen.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}
-        region = Region(says, inside, chosen)
-        outside = Region("", {key: ~mask for key, mask in inside.items()})
+    if name in ("advantages", *BY_PARAMETER):  # no rows of the step
+        return regions
+    for says, rows in d.row_sets.items():
+        by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}
+        region = Region(says, {key: rows.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}, rows)
+        outside = Region("", {key: ~mask for key, mask in region.inside.items()})
         if error(region.of(answer)) > TOLERANCE >= error(outside.of(answer)):
             regions.append(region)
     return regions
@@ -296,9 +263,7 @@ class Search:
         self.explained = []  # bugs found before the time limit
         self.has_ended = False  # reached the time limit
         self.base = self.answer({})
-        self.sources = {} if d.case_tolerance else known_numbers(d, self.name)
         self.regions = find_regions(name, self.base, d)
-        self.by_distance: dict[tuple[float, float], Any] = {distance(self.base): None}
 
     def answer(self, change: dict) -> Any:
         return computed(self.name, self.d, composed(self.deviation, change))
@@ -308,7 +273,7 @@ class Search:
         # first bugs without a new forward pass, such as rounded log-probabilities
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
-        if any(bug.parts == 1 and not bug.is_guess for bug in factors):
+        if any(bug.parts == 1 and "c" not in bug.change for bug in factors):
             fitted = []  # a count in the step is a better explanation than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
@@ -317,30 +282,13 @@ class Search:
                         self.explained.append(bug)
         finally:
             self.explained += factors  # last: a factor says less than other bugs
-        if not self.explained and count_wrong(self.base) >= PAIRED_NUMBERS:
-            for bug in self.tried(self.pairs()):
-                self.explained.append(bug)
-
-    def pairs(self) -> list[Bug]:
-        """Combine designs that some projects choose with another bug, as trainers have both."""
-        near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]]
-        result = []
-        for first, then in product(near, near):
-            is_design = first.of.used_by or first.of.unread
-            if is_design and first is not then and (change := composed(first.change, then.change)):
-                of = first.of if first.kind == "mistake" else then.of
-                result.append(Bug(f"{first.says}; and {then.says}", change, of, parts=2))
-        return result
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield bugs that reproduce the recorded numbers."""
         for bug in with_bar("causes", bugs):
             answer = self.answer(bug.change)
-            key = distance(answer)
-            for region in self.regions[: 1 if key in self.by_distance or bug.parts > 1 else None]:
+            for region in self.regions:
                 yield from self.confined(answer, bug, region)
-            if answer and bug.parts == 1 and "inside" not in bug.change:
-                self.by_distance.setdefault(key, bug)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
         """Limit the bug to one place, such as truncated completions; [] if wrong numbers remain."""
@@ -360,26 +308,26 @@ class Search:
         return not self.d.case_tolerance and count_groups(self.name, region.of(self.base), self.d) < 2
 
     def factors(self) -> list[Bug]:
-        """Return bugs such as "all values are 8 times as large"."""
-        result = []
+        """Return bugs such as "all values are divided by the number of rows", or "are 8 times as large"."""
         if self.name in IDS:
+            return []
+        d = self.d
+        result = [*self.tried(count_bugs(self.name, d))]
+        if result and not d.case_tolerance:
             return result
-        has_own_length = self.d.about.get("loss_type") == "dr_grpo" and not self.d.reads("max_completion_length")
-        for bug in count_bugs(self.d) if self.d.case_tolerance else ():
-            result += self.confined(self.answer(bug.change), bug, self.regions[0])
+        has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
+            if count_wrong(region.of(self.base)) <= 2:
+                continue  # two opposite advantages always match some factor
             values = [(*self.base[key], mask) for key, mask in region.inside.items()]
             pairs = [[(x / unit)[mask.expand_as(x)] for x in (theirs, ours)] for theirs, ours, unit, mask in values]
             theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
-            best = best_factor(theirs, ours)
-            numbers = [min(self.sources, key=lambda number, best=best: abs(number - best))] if self.sources else []
-            if count_wrong(region.of(self.base)) > 2:  # two opposite advantages always match some factor
-                numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]
-            for number in numbers:
-                if number == 0 and (theirs.any() or not self.sources):
+            best = float(theirs @ ours / (ours @ ours + 1e-300))
+            for digits in (1, 2, 3, 17):
+                number = float(f"{best:.{digits}g}")
+                if number == 0 and theirs.any():
                     continue  # small values are not zero
-                factor = OWN_LENGTH if has_own_length else FACTOR
-                bug = factor.with_number(number, self.sources.get(number, ""))
+                bug = (OWN_LENGTH if has_own_length else FACTOR).with_number(number)
                 if found := self.confined(self.answer(bug.change), bug, region):
                     result += found
                     break
@@ -387,33 +335,37 @@ class Search:
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Fit unknown constants, such as a clip bound; yield bugs that reproduce the recorded numbers."""
+        numbers, count = (FEW_NUMBERS, CASE_REFINED) if self.d.case_tolerance else (NUMBERS, REFINED)
         near = []
-        usual = [(region, region.distance(self.base), self.is_few(region)) for region in self.regions]
-        for bug in with_bar("causes with a number", bugs):
-            # wrong factors are often counts, such as the number of rows
-            sources = self.sources if any(x is table.times for x in bug.change.values()) else {}
-            gaps = defaultdict(list)  # {place: distances per number}
-            for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
-                answer = self.answer(bug.with_number(number).change)
-                for i, region in enumerate(self.regions):
-                    gaps[i].append((region.distance(answer), number))
-            for i, (region, usual_gap, is_few) in enumerate(usual):
-                gap, number = min(gaps[i])
-                is_known = number in sources or number == 1  # 1 is a likely bound
-                if gap <= 0.9 * usual_gap and (is_known or not is_few):
-                    near.append((gap, len(near), number, bug, region, sources, is_few))
-        count = CASE_REFINED if self.d.case_tolerance else REFINED
+        for region in self.regions:
+            if self.is_few(region):
+                continue
+            usual_gap = region.distance(self.base)
+            for bug in with_bar("causes with a number", bugs):
+
+                def gap_with(number: float, bug=bug, region=region) -> float:
+                    return region.distance(self.answer(bug.with_number(number).change))
+
+                gap, start = min((gap_with(number), number) for number in numbers)
+                if gap <= 0.9 * usual_gap:
+                    near.append((gap, len(near), start, bug, region, gap_with))
         nearest = sorted(near, key=lambda fit: fit[:2])[:count]
-        for _, _, start, bug, region, sources, is_few in sorted(nearest, key=lambda fit: fit[1]):
-
-            def gap_with(number: float, bug=bug, region=region) -> float:
-                return region.distance(self.answer(bug.with_number(number).change))
-
-            for number in [start] if is_few else numbers_near(start, gap_with):
-                named = bug.with_number(number, sources.get(number, ""))
+        for _, _, start, bug, region, gap_with in sorted(nearest, key=lambda fit: fit[1]):
+            for number in numbers_near(start, gap_with):
+                named = bug.with_number(number)
                 if found := self.confined(self.answer(named.change), named, region):
                     yield from found
                     break
+
+
+def lines_of(bugs: Sequence[Bug]) -> list[str]:
+    """Return lines about a bug; other bugs would give the same numbers."""
+    first, *others = bugs[:SHOWN]
+    lines = [f"{first.kind}: {first.says}", *(f"  or: {bug.says}" for bug in others)]
+    about = {"effect": first.of.effect, "source": first.of.source}
+    if first.kind == "design":
+        about["done by"] = first.of.used_by
+    return [*lines, *(f"  {name}: {text}" for name, text in about.items() if text)]
 
 
 def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
@@ -452,8 +404,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((bug.parts for bug in explained), default=1)
     explained = [bug for bug in explained if bug.parts == fewest]
     limit = max(10 * min((bug.error for bug in explained), default=0.0), TOLERANCE / 100)
-    # bugs with an unlikely number, such as 0.0001, last
-    search.explained = sorted((bug for bug in explained if bug.error <= limit), key=lambda bug: bug.has_unlikely_number)
+    search.explained = [bug for bug in explained if bug.error <= limit]
     return search
 
 
@@ -479,12 +430,11 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
     yield number
 
 
-def count_bugs(d: Dump) -> list[Bug]:
+def count_bugs(stage: str, d: Dump) -> list[Bug]:
     """List bugs such as "all values are divided by the number of rows"."""
     bugs = []
-    for numbers, prefix in ((factors, ""), (counts, "the number of ")):
-        for name in numbers(d, "loss"):
-            for word, sign in (("multiplied", 1), ("divided", -1)):
-                change = {"factor": lambda s, n=numbers, k=name, sign=sign: n(s.step, "loss").get(k, 1) ** sign}
-                bugs.append(Bug(f"all values are {word} by {prefix}{name}", change, RATE))
+    for name in known_numbers(d, stage):
+        for word, sign in (("multiplied", 1), ("divided", -1)):
+            change = {"factor": lambda s, name=name, sign=sign: known_numbers(s.step, stage).get(name, 1) ** sign}
+            bugs.append(Bug(f"all values are {word} by {name}", change, RATE))
     return bugs

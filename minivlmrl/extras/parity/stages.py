@@ -105,14 +105,14 @@ def rows(d: Dump, change: Change) -> Answer:
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute completion token ids and attention mask from sampler_ids."""
     # train on sampled ids: the tokenizer may encode the text to other ids
-    sampled = d.sampled(change)
-    if sampled is None or not d.has("prompt_mask"):
+    if d.sampled is None or not d.has("prompt_mask"):
         return None
-    ids, flags = sampled
+    ids, flags = d.sampled
     no_token = d.about.get("pad_token_id", -1)
     their_ids = d["input_ids"].where(d.completion, no_token)
     their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
-    ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
+    ids = change("tokens", ids, their_ids=their_ids.where(their_ids != no_token, -1))
+    ours = ids.where(ids >= 0, no_token)
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
@@ -133,11 +133,8 @@ def pictures(d: Dump, change: Change) -> Answer:
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
-    row = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
-    ours = []
-    for i in row:
-        flat, index = beside(d, [sampled[k] for k in row], len(ours))
-        ours.append(change("pictures", sampled[i], flat=flat, index=index))
+    rows = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
+    ours = [change("pictures", sampled[row]) for row in rows]
     numbers = {}  # {distinct image: number}
     table = []
     for row_pictures in ours + shown(d):
@@ -146,12 +143,6 @@ def pictures(d: Dump, change: Change) -> Answer:
         table.append(torch.tensor(row_numbers, dtype=torch.float64))
     ours, theirs = pad_sequence(table, batch_first=True, padding_value=-1).chunk(2)
     return {"pictures": (theirs, ours, 1.0)}
-
-
-def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
-    """Return all images in the micro-batch as one list, and the row index there."""
-    part = next(part for part in d.micro_batches if row in part).tolist()
-    return [image for other in part for image in images[other]], part.index(row)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
@@ -281,7 +272,8 @@ class PolicyPieces:
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
-        self.log_ratio = change("log-ratio", self.per_token_logps - old, self, part=d.all_rows)
+        self.ref_log_ratio = self.per_token_logps - self.ref_per_token_logps
+        self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -289,8 +281,12 @@ class PolicyPieces:
         return self.change("ratio", ratio)
 
     @property
+    def clipped_ratio(self) -> Tensor:
+        return self.ratio.clamp(1 - self.options.epsilon_low, 1 + self.options.epsilon_high)
+
+    @property
     def k3_in_float32(self) -> Tensor:
-        d = (self.ref_per_token_logps - self.per_token_logps).float()
+        d = -self.ref_log_ratio.float()
         return (d.exp() - d - 1).double()
 
 
@@ -325,7 +321,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
         logps, pieces.log_ratio, ratio, advantages, mask, options.epsilon_low, options.epsilon_high
     )
     terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
-    return averaged(change("terms", terms * weights, pieces, weights=weights), change)
+    return averaged(change("terms", terms * weights, pieces, gain=advantages * weights), change)
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
@@ -338,16 +334,14 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     kl = change("KL", kl, pieces)
     # Accept rounding errors of a KL with torch.expm1, about 1e-7 times the log-ratio in float32. With torch.exp, errors
     # are larger: a mistake.
-    d = pieces.per_token_logps - pieces.ref_per_token_logps
-    return averaged(kl, change, rounding=0.02 * d.detach().abs())
+    return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    entropies = change("entropies", pieces.entropies, mask=pieces.kept)
     counted = mask_in(change, "the count")
     means = []
     for part in change.d.micro_batches:
-        means.append(mean_entropy(entropies[part], pieces.kept[part], normalizer_of(part, counted, change)))
+        means.append(mean_entropy(pieces.entropies[part], pieces.kept[part], normalizer_of(part, counted, change)))
     means = torch.stack(means)
     return torch.stack([-means, means.detach()])
 

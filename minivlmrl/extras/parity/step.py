@@ -10,18 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.extras.parity import units
-from minivlmrl.extras.parity.change import edited
 from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
@@ -61,10 +58,6 @@ class Dump(dict):
         check_step(about, tensors)
         self.about = about
         self.trials = Trials()
-        # bugs behind wrong log-probabilities, entropies and token ids; {} = all right, None = unknown
-        self.forward: dict | None = {}
-        self.entropy_forward: dict | None = {}
-        self.ids: dict | None = {}
         self.cache = {}  # results of model forward and backward passes
         self.usual_answers = {}  # stage results without a bug
         ones = torch.ones_like(tensors["input_ids"])
@@ -88,6 +81,8 @@ class Dump(dict):
         prompt_tokens = self.get("prompt_mask", other_tokens)
         # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
+        self.num_rows = n
+        self.num_columns = self.completion[0].sum()
         # columns beyond max_completion_length are padding, even if the padding token is a stop token
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
@@ -100,8 +95,6 @@ class Dump(dict):
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
-    spans = cached_property(units.spans)
-    parts = cached_property(units.parts_of_model)
     columns = cached_property(units.token_orders)
     regions = cached_property(lambda self: units.token_regions(self, *self.turns()))
 
@@ -135,54 +128,42 @@ class Dump(dict):
         """Return whether a loss has read this tensor or option; the trainer of a recorded step may have read all."""
         return self.read is None or name in self.read
 
-    def has_advantage(self) -> Tensor:
-        """Return a mask (n,) for completions with an advantage other than 0."""
-        return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
-
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return completion token ids, and masks for sampled tokens and tool responses, all (n, S)."""
-        sampled = self.sampled(self.ids)
-        if sampled is not None:
-            ids, drawn_flags = sampled[..., : self.width]
+        if self.sampled is not None:
+            ids, drawn_flags = self.sampled[..., : self.width]
             return ids, drawn_flags == 1, drawn_flags == 0
         tool_mask = self["tool_mask"].bool()
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
-    def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the sampled token ids as a trainer with a bug changes them.
+    @cached_property
+    def sampled(self) -> Tensor | None:
+        """Sampled token ids at their places in the step, and flags: 1 for sampled tokens, 0 for tool responses.
 
-        Returns (2, n, S + L) token ids and flags: 1 for sampled tokens, 0 for tool responses, -1 for padding. None
-        without sampler ids, or if the ids differ for an unknown reason.
+        (2, n, S + L), -1 for padding; None without sampler ids, or if the trainer has other ids.
         """
-        if change is None or "sampler_ids" not in self:
+        if "sampler_ids" not in self:
             return None
-        kind, unit, text = change.get("ids", ("", "", None))
         row = self.get("row", self.all_rows)
-        if kind == "rows":
-            row = row[self.rows[unit]]
-        ids = self["sampler_ids"][row]
-        drawn_flags = self["sampler_mask"][row]
-        is_real = ids >= 0
-        regions = {}
-        if text:
-            regions = units.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
-        region: Any = regions.get(unit, ids * 0)
+        both = torch.stack([self["sampler_ids"][row], self["sampler_mask"][row]], 1)
+        begins = (~self.completion).sum(1).tolist()
         rows = []
-        for i, begin in enumerate((~self.completion).sum(1).tolist()):
-            items, flags, inside = (x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region))
-            values = torch.tensor(edited(self, items, flags, inside, text)).long()
-            end = self.width + ids.shape[1] - begin - values.shape[1]
-            rows.append(pad(values, (begin, end), value=-1))  # a negative end truncates the row
+        for begin, x in zip(begins, both, strict=True):
+            x = x[:, x[0] >= 0]
+            # a negative end truncates the row
+            rows.append(pad(x, (begin, self.width + both.shape[2] - begin - x.shape[1]), value=-1))
         return torch.stack(rows, 1)
 
-    def again(self, ids: list[int]) -> list[int]:
-        """Decode token ids to text, and encode the text again."""
+    @cached_property
+    def tokenizer(self):
         # late: only model folders need the package tokenizers
         from minivlmrl.data.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
-        tokenizer.backend.encode_special_tokens = False
-        return tokenizer.encode(tokenizer.decode(ids))
+        return load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
+
+    def text(self, ids: Tensor) -> str:
+        """Decode token ids; -1 is padding."""
+        return self.tokenizer.decode(ids[ids >= 0].tolist())
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Return {parameter: tensor} for one kind of tensors, for example "grad" for gradients."""
@@ -239,19 +220,6 @@ def read(folder: str | Path) -> Dump:
         return d
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
         raise UserError(f"{folder} is not a valid step: {error}") from error
-
-
-def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate micro-batches along rows, and pad 2-D tensors on the left."""
-    tensors = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        if values[0].dim() == 2:
-            rows = [row for x in values for row in x]
-            tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
-        else:
-            tensors[name] = torch.cat(values)
-    return tensors
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):

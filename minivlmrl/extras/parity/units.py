@@ -4,7 +4,6 @@ For example, completions may have the advantage of the next completion in their 
 only for truncated completions.
 """
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -29,21 +28,6 @@ BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
-}
-# parameters without weight decay in transformers.Trainer
-NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
-PARTS = {
-    "the vision tower": r"(^|\.)visual\.",
-    "the vision tower without its merger": r"(^|\.)visual\.(?!merger)",
-    "the merger": r"merger",
-    "the decoder": r"(^|\.)model\.(?!visual)",
-    "the layers of the decoder": r"(^|\.)layers\.",
-    "the embeddings": r"embed_tokens",
-    "the head": r"lm_head",
-    "the norms": r"norm.*weight|ln_q",
-    "the biases": r"bias$",
-    "the parameters without weight decay": NO_DECAY,
-    "the parameters with weight decay": rf"^(?!.*({NO_DECAY}))",
 }
 
 
@@ -135,50 +119,21 @@ def row_sets(d) -> dict[str, Tensor]:
     return different(sets, torch.tensor(False))
 
 
-def spans(d) -> dict[str, Tensor]:
-    """Number the turn of each token; a trainer may wrongly average per turn."""
-    turn = first(d.turns()[1]).cumsum(1)
-    return {"its turn": d.all_rows[:, None] * d.width + turn} if turn.max() > 1 else {}
-
-
-def parts_of_model(d) -> dict[str, Callable]:
-    """Return {model part, such as "the vision tower": test for parameter names}."""
-    names = d.parameters("before") or d.parameters("grad")
-    patterns = dict(PARTS)
-    for name in names:
-        for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
-            patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
-    tests = {says: re.compile(pattern).search for says, pattern in patterns.items()}
-    masks = {says: torch.tensor([bool(test(name)) for name in names]) for says, test in tests.items()}
-    return {says: tests[says] for says in different(masks, torch.tensor(True))}
-
-
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
     """Return a mask per named kind of token, such as "the image tokens"."""
-    prompt = torch.zeros_like(drawn)  # sampler ids have no prompt
-    if ids.shape == d["input_ids"].shape:
-        prompt = d["attention_mask"].bool() & ~d.completion
+    # without the first token, which no token predicts
+    prompt = (d["attention_mask"].cumsum(1) > 1) & d["attention_mask"].bool() & ~d.completion
     image = ids == (d.about.get("image_token_id") or -1)
     regions = {"the prompt": prompt, "the text of the prompt": prompt & ~image, "the image tokens": image}
     if forced.any():
-        regions |= regions_of_turns(d.is_stop(ids), image, drawn, forced)
-    elif "sampler_ids" in d:
-        regions["the sampled tokens"] = drawn
-    if not forced.any() and ids.shape == d["input_ids"].shape:  # sampler ids have another shape
+        regions |= {
+            "the sampled tokens": drawn,
+            "tool responses": forced,
+            "everything after the prompt": drawn | forced,
+            "the end tokens of turns": drawn & d.is_stop(ids),
+            "the image tokens of tool responses": forced & image,
+        }
+    else:
         counted = drawn & d["completion_mask"].bool()
         regions |= {"the first tokens": first(drawn), "the last counted tokens": last(counted)}
     return different(regions, torch.tensor(False))
-
-
-def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return a mask per named part of completions with tool calls, such as "the first turn"."""
-    regions = {
-        "the sampled tokens": drawn,
-        "tool responses": forced,
-        "everything after the prompt": drawn | forced,
-        "the end tokens of turns": drawn & stop,
-        "the image tokens of tool responses": forced & image,
-    }
-    number = first(drawn).cumsum(1)
-    regions |= {says: mask & drawn for says, mask in ends(number, "turn", begin=1).items()}
-    return regions | {"the second turn": drawn & (number == 2)}

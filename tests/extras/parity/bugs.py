@@ -165,12 +165,6 @@ def axes_apart(put, trainer):
     repositioned(continue_by_axis)(put, trainer)
 
 
-def tokens_as_sides(positions, places):
-    """Continue positions after an image at the number of image tokens."""
-    own = positions[:, places]
-    positions[:, int(places.max()) + 1 :] += len(places) - (own.max() - own.min() + 1)
-
-
 def clip_own(training_step, model, *arguments):
     """Clip the gradients of each micro-batch before they are added to earlier gradients."""
     before = {p: p.grad for p in model.parameters()}
@@ -227,38 +221,6 @@ def double_merger(put, trainer):
         p.register_hook(lambda gradient: 2 * gradient)
 
 
-def clip_tower_apart(clip, model):
-    """Clip the vision tower and the other parameters separately, each by its own norm."""
-    norm = clip_grad_norm_(model.parameters(), torch.inf)
-    for in_tower in (True, False):
-        part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
-        clip_grad_norm_(part, CLIPS["max_grad_norm"])
-    return norm
-
-
-def clip_each(clip, model):
-    """Clip each parameter by its own norm, and return the total norm."""
-    total = clip_grad_norm_(model.parameters(), torch.inf)
-    for p in model.parameters():
-        clip_grad_norm_([p], CLIPS["max_grad_norm"])
-    return total
-
-
-def slow_tower(put, trainer):
-    """Give the vision tower a ten times smaller learning rate."""
-    tower = {id(p) for p in trainer.model.model.visual.parameters()}
-
-    def create(create_optimizer, *arguments):
-        groups = create_optimizer(*arguments).param_groups
-        for group in groups[:]:
-            own = [p for p in group["params"] if id(p) in tower]
-            group["params"] = [p for p in group["params"] if id(p) not in tower]
-            groups.append({**group, "params": own, "lr": 0.1 * group["lr"]})
-        return trainer.optimizer
-
-    around(trainer, "create_optimizer", create)(put)
-
-
 def two_scheduler_steps(create_scheduler, *arguments, **options):
     scheduler = create_scheduler(*arguments, **options)
     step = scheduler.step
@@ -269,11 +231,6 @@ def two_scheduler_steps(create_scheduler, *arguments, **options):
 def equal_later(completions, trainer_state, **_):
     """Return rewards that are equal from the second step on, so that all advantages are 0."""
     return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
-
-
-def once(completions, **_):
-    """Return equal rewards for the first group, so that its advantages are 0."""
-    return [1.0 if i < 4 else len(chat[0]["content"]) + 1 / (2 + i) for i, chat in enumerate(completions)]
 
 
 def two_missing_rewards(completions, **_):
@@ -293,8 +250,9 @@ TRL_BUGS = {
     "gradient_of_zero": loss("old log-probabilities are not detached", "per_token_logps.detach() if old",
         "per_token_logps if old"),  # Goekdeniz-Guelmez/mlx-lm-lora/issues/55
     # modelscope/ms-swift/issues/10117
-    "divided_twice": loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
-    "not_divided": loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass",
+    "divided_twice": loss("divided by the number of micro-batches", f"{SUM} / normalizer\n",
+        f"{SUM} / normalizer / {PARTS}\n"),
+    "not_divided": loss("multiplied by the number of micro-batches", "loss = loss / normalizer", "pass",
         {"loss_type": "grpo"}),  # verl-project/verl/pull/436
     "mean_of_means": loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n",
         f"{SUM} / mask.sum() / {PARTS}\n"),  # https://arxiv.org/abs/2604.23747
@@ -349,7 +307,7 @@ TRL_BUGS = {
     # huggingface/trl
     "reference_by_policy": forward("logps of reference", "weights of the policy", BEGIN,
         f"{IN_REFERENCE}model = self.model\n    {BEGIN}", {"beta": 0.1, "learning_rate": 2e-2, "rows": 4, "at": 1}),
-    "tower_frozen": InTRL("gradients", "there is no gradient for the vision tower", lambda put,
+    "tower_frozen": InTRL("gradients", "do not get any gradient", lambda put,
         trainer: trainer.model.model.visual.requires_grad_(False)),  # om-ai-lab/VLM-R1/issues/52
     "norms_decay": decay("also applied to norms and biases", "return decay_parameters",  # karpathy/minGPT
         "return [name for name, _ in model.named_parameters()]", {"weight_decay": 0.1}),
@@ -370,32 +328,18 @@ TRL_BUGS = {
     "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL),
     "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS),
     # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
-    "merger_twice": InTRL("gradients", "2 times as large, the merger", double_merger),
-    "tower_clipped_apart": InTRL("clip", "the vision tower and all other parameters are clipped separately",
-        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS),
-    "tower_never_decays": decay("weight decay leaves out the vision tower", "return decay_parameters",
-        "return [name for name in decay_parameters if 'visual' not in name]", {"weight_decay": 0.1}),
-    "rewards_in_float16": rewards("a reward is in float16", ".half().float()"),
-    "token_masked_by_its_id": score("mask", "because of their ids", MASK,
-        f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}"),
+    "merger_twice": InTRL("gradients", "", double_merger),
     "no_kl_for_negative_advantages": loss("the KL is left out, only for rows with negative advantages",
         "self.beta * per_token_kl", "self.beta * per_token_kl * (advantages > 0)", KL),
-    "prompts_of_chosen_answers_counted": dpo("prompt tokens are counted, only for chosen answers", "labels = inputs",
+    "prompts_of_chosen_answers_counted": dpo("also counts the prompt, only for chosen answers", "labels = inputs",
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs"),
     "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16", OLD, f"{OLD}.bfloat16().float()", OFF),
     # huggingface/trl/pull/3725
     "old_logps_of_a_straddling_rollout": score("logps of old", "instead of the weights that sampled", OLD, "pass",
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2, "at": 1}),
-    "tower_with_lower_learning_rate": InTRL("update", "0.1 times as large, the vision tower", slow_tower),
-    "larger_eps_without_decay": optimizer("eps of Adam is 0.001, the parameters without weight decay", CREATED,
-        f"self.optimizer.param_groups[1]['eps'] = 1e-3\n    {CREATED}", {"weight_decay": 0.1}),
     "row_means_added": loss("the means of the rows are added within a micro-batch", ROW_MEANS,
         ROW_MEANS.replace(".mean()", ".sum()"), {"loss_type": "grpo"}),  # verl-project/verl/issues/7200
-    "mean_of_rows_with_an_advantage": loss("only over those with an advantage other than 0", ROW_MEANS,
-        ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"), {"loss_type": "grpo",
-        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once, )}),
-    "patches_reversed": forward("logps", "opposite order", PATCHES, f"{IMAGES}.flip(1).flatten(0, 1)"),
     "old_logps_with_dropout": InTRL("logps of old", "its dropout is active", around(None,
         "_get_per_token_logps_and_entropies", with_dropout), OFF),
     "advantages_as_mask": weighted("multiplied by its advantage", "advantages"),  # verl-project/verl/issues/2506
@@ -406,8 +350,6 @@ TRL_BUGS = {
     "means_of_the_first_half": score("advantages", "the group's first half",  # ServiceNow/PipelineRL/pull/54
         "nanmean(rewards.view(-1, num_generations), dim=1)",
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)"),
-    "std_at_least_that_of_the_batch": rewards("at least the standard deviation of all rewards",
-        ".clamp(min=nanstd(rewards).item())", STD),
     "tokens_before_the_shift": sft_loss("one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])"),
@@ -415,60 +357,34 @@ TRL_BUGS = {
         {"loss_type": "dft"}),  # modelscope/twinkle/pull/291
     "zero_grad_missing": InTRL("gradients", "of the step before", lambda put, trainer: put(trainer.model, "zero_grad",
         lambda *_, **__: None), LATER),  # meta-pytorch/torchforge/pull/71
-    "mean_of_turns": turns_loss("loss", "tokens of its turn", f"{ROW_MEANS}\n",  # rllm-org/rllm/pull/512
-        "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
-        "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
-        "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
-        TELL | {"loss_type": "grpo", "calls": 0.7}),
     "one_missing_reward_voids_its_group": score("advantages", "one missing reward makes",
         "torch.nanmean(rewards.view(-1, num_generations), dim=1)", "rewards.view(-1, num_generations).mean(dim=1)",
         {"rewards": (two_missing_rewards, ), "rows": 8}),  # modelscope/ms-swift/issues/8123
-    "angles_in_bfloat16": InTRL("logps", "sines are in bfloat16", lambda put,  # huggingface/transformers/issues/25681
-        trainer: trainer.model.model.language_model.rotary_emb.register_forward_hook(lambda _, given,
-        angles: tuple(x.bfloat16().float() for x in angles))),
     "norms_added": clip("the sum of the parameters' norms", CLIPPED,  # laekov/fastmoe/pull/65
         "norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)\n"
         "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)\n"
         "    return norm", CLIPS),
-    # only one group has rewards above 1, which suffice, because 1 is a likely bound
-    "total_reward_clipped_at_1": rewards("the weighted sum of rewards is at most 1", ".clamp(max=1)", TOTAL),
     "advantages_normalized_twice": score("advantages", "normalized a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
     "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
-    "old_logps_in_autocast": forward("logps of old", "under autocast in bfloat16", "self.accelerator.autocast()",
-        'torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled())', OFF),
-    "tokens_discounted": weighted("by 0.99 for each earlier token", "0.99 ** (mask.cumsum(1) - 1)"),
-    "text_positions_by_tokens": InTRL("logps", "continues at the number of its tokens", repositioned(tokens_as_sides)),
-    "imagenet_pixels": forward("logps", "with ImageNet's mean and deviation", PATCHES,
-        f"(({PATCHES}.unflatten(1, (3, -1)) * torch.tensor([[0.26862954], [0.26130258], [0.27577711]])\n"
-        "        + torch.tensor([[0.48145466], [0.4578275], [0.40821073]])\n"
-        "        - torch.tensor([[0.485], [0.456], [0.406]]))\n"
-        "        / torch.tensor([[0.229], [0.224], [0.225]])).flatten(1)"),
     "entropies_of_unscaled_logits": InTRL("entropies", "not divided by the temperature", unscaled_entropies,
         {"temperature": 0.6, "entropy_coef": 0.1}),
     "entropy_quantile_ignored": loss("top_entropy_quantile is ignored", "if entropy_mask is not None:", "if False:",
         {"top_entropy_quantile": 0.5, **OFF}),
-    "prompt_texts_trained": InTRL("mask", "prompt tokens except image tokens are counted", label_texts, kind="sft"),
+    "prompt_texts_trained": InTRL("mask", "also counts the text of the prompt", label_texts, kind="sft"),
     "means_added": loss("each micro-batch is averaged by itself, and the means are added", f"{SUM} / normalizer\n",
         f"{SUM} / mask.sum()\n"),
     "advantages_min_max": score("advantages", "from 0 to 1 (min-max)", DIVIDED,
         "((groups := rewards.view(-1, num_generations)) - groups.amin(1, True)).div("
         "groups.amax(1, True) - groups.amin(1, True) + 1e-4).flatten()"),
-    "advantages_by_absolute_deviation": score("advantages", "the mean absolute deviation", DIVIDED,
-        "advantages / (advantages.view(-1, num_generations).abs().mean(1).repeat_interleave(num_generations) + 1e-8)"),
     # bugs in completions that call tools
-    "tokens_replaced": turns_score("tokens", "replaced by another one after sampling", IDS, IDS.replace("ids)",
-        "[97 if i == self._tokenizer.encode('e')[0] else i for i in ids])"), TELL),
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
         "loss = (per_token_loss * completion_mask).sum()", TELL),  # alibaba/ROLL/pull/444
-    "second_turn_not_learned": turns_score("mask", "does not count the second turn", f"{MASK} if",
-        "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
-        f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8}),
     # huggingface/trl/pull/5521
     "tool_responses_in_the_loss": loop("mask", "also counts tool responses", ADDED, ADDED.replace("[0]", "[1]")),
     # huggingface/trl/issues/5144
-    "completions_encoded_again": loop("tokens", "were decoded and encoded again", PCT, ENCODED_AGAIN, TELL),
+    "completions_encoded_again": loop("tokens", "decoded and encoded again", PCT, ENCODED_AGAIN, TELL),
     # THUDM/slime/issues/1847
     "images_of_tool_responses_lost": edited("_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns"),
     "tool_responses_not_attended_to": turns_loss("tokens", "does not attend to tool responses",
@@ -478,7 +394,7 @@ TRL_BUGS = {
         "attend to the padding before the prompt",
         "torch.cat([prompt_mask, completion_mask], dim=1)",
         "torch.cat([torch.ones_like(prompt_mask), completion_mask], dim=1)"),
-    "scored_tokens_that_were_not_sampled": score("tokens", "were decoded and encoded again", IDS,
+    "scored_tokens_that_were_not_sampled": score("tokens", "decoded and encoded again", IDS,
         IDS.replace("(ids)", "(self._tokenizer.encode(self._tokenizer.decode(ids)))")),
     "images_of_the_next_pair": InTRL("pictures", "a row has the images of", around(None, "data_collator",
         images_of_the_next_row), FOUR_PAIRS, "dpo"),
@@ -507,11 +423,6 @@ UNSEEN_BUGS = {
     "dark images": forward("logps", "", PATCHES, f"{PATCHES} * 0.8"),
     "head not trained": edited("training_step", "gradients", "do not get any gradient", STEPPED,
         f"{STEPPED}\n    model.lm_head.weight.grad = None"),
-    "parameters clipped one by one": InTRL("clip", "each parameter is clipped by its own norm", around(None,
-        "_clip_grad_norm", clip_each), CLIPS),
-    "other beta1": optimizer("beta1 is 0.95", CREATED,
-        f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
-        {"at": 1}),
     "bits": dpo("1 / ln 2, as in bits", "-F.logsigmoid(self.beta * delta_score)",
         "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453"),
 }  # fmt: skip

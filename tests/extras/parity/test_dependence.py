@@ -176,8 +176,8 @@ def test_planted_faults_are_named(fault):
 
 
 UNUSED = "an image moves no later token of its document"
-EARLIER = "an image moves a token before it"
-OTHER_ROW = "an image moves another row or document"
+EARLIER = "a token depends on a later token"
+OTHER_ROW = "a row depends on another row"
 IMAGE_FAULTS = {  # {fault: (arguments of `trainer`, beginning of a sentence)}
     "pixel_values are not passed on": ({"with_pictures": False}, UNUSED),
     "placeholders keep their embeddings": ({}, UNUSED),

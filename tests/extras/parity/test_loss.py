@@ -456,7 +456,6 @@ UNSEEN |= {
     "the last column is cut": (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])),
         WHOLE | {"beta": 0.1}, "the last column of the batch"),
     "ratio without exp": (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
-    "mean over each column": (changed(loss=lambda q: row_mean(q.terms.T, q.mask.T)), PLAIN, "the rows of each column"),
     "GSPO with the mean of ratios": (
         changed(ratio=lambda q: ((q.logps - q.old).exp() * q.mask).sum(1, keepdim=True)
                 / q.mask.sum(1, keepdim=True).clamp(min=1)), GSPO,
@@ -655,9 +654,8 @@ def test_the_length_of_dr_grpo_may_be_a_constant():
 
 
 def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
-    assert (
-        judge(changed(term=lambda q: -q.term), **KL).names[-1] == "  effect: rewards have the opposite effect, or none"
-    )
+    names = judge(changed(term=lambda q: -q.term), **KL).names
+    assert "  effect: rewards have the opposite effect, or none" in names
 
 
 def by_cases(q):
