@@ -34,7 +34,8 @@ def attempt_store(limit: timedelta) -> Store:
         rank = os.environ["RANK"]
         problem, cause = "cannot reach rank 0", "no firewall closes this port"
         if rank == "0":
-            problem, cause = "misses other ranks", "no rank ended with an error before, and no other program uses this port"
+            problem = "misses other ranks"
+            cause = "no rank ended with an error before, and no other program uses this port"
         raise UserError(
             f"rank {rank} on {socket.gethostname()} {problem} at {address} ({first_line(error)}); check --master_addr "
             f"and --master_port, or --rdzv_endpoint, and that {cause}"
