@@ -13,6 +13,7 @@ from recipes.sums import TRAINED
 
 PAGE = DOCS / "it_learns.md"
 COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
+BESIDE = {"accuracy": ".3f", "cpu_seconds": ".0f", "peak_gib": ".1f"}  # value of a step: format
 TOP, BOTTOM, WIDTH = 60, 260, 290  # chart edges in pixels
 
 
@@ -118,10 +119,21 @@ def kind_rows(results: dict) -> list[str]:
     return [*rows, f"| ten questions about other things | {' | '.join(right)} |"]
 
 
+def beside_rows(results: dict) -> list[str]:
+    """Return the rows of the table about recipes/sums.yaml in both trainers."""
+    sides = [results["beside_trl"][side]["steps"] for side in COLORS]
+    rows = []
+    for number in range(len(sides[0])):
+        cells = [f"{side[number][value]:{form}}" for value, form in BESIDE.items() for side in sides]
+        rows.append(f"| {number + 1} | {' | '.join(cells)} |")
+    return rows
+
+
 TABLES = {  # {first heading cell: (JSON file, rows)}
     "after steps": ("same_curve", same_curve_rows),
     "run": ("sums", sums_rows),
     "kind": ("sums", kind_rows),
+    "step": ("sums", beside_rows),
     "clothes": ("clothes", clothes_rows),
 }
 PICTURES = {"images/same_curve.svg": draw_same_curve, "images/sums.svg": draw_sums}

@@ -16,7 +16,7 @@ from minivlmrl.model.peft import gather_adapter, load_adapter
 from tests.helpers import tiny
 from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference
 from tests.model.test_lora import EVERYTHING, adapted
-from tests.model.test_peft import FORMS, base, prompts
+from tests.model.test_peft import base, prompts
 
 SAID = {
     "data.prompt_template": "Look. {problem}", "data.system_prompt": "Be brief.", "data.answer_format": "whole",
@@ -25,7 +25,8 @@ SAID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "tied"), FORMS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", CLASSES)
 def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     # the prompts are random ids, so any tokenizer will do
     processor = tiny.processor()

@@ -291,7 +291,9 @@ def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLo
         raise UserError("no gradient reaches the log-probabilities")
     has_kl = "ref_per_token_logps" in read
     only = {} if has_kl else {"beta": 0.0}
-    results = [(case[0], compare(loss, *case).error) for _, *case in cases(kind=kind, **only)]
+    results = []
+    for _, options, batch, value, gradient in cases(kind=kind, **only):
+        results.append((options, compare(loss, options, batch, value, gradient).error))
     settings = [name for name in SETTINGS[: 3 if has_kl else 2] if name in results[0][0]]
     close = closest_losses(results, settings, TOLERANCE)
     for trl_loss in close:
