@@ -182,7 +182,7 @@ def test_no_column_is_refused_for_its_name(write_rows):
     """A note of the run names the columns that no code reads, and no reward receives them under another meaning."""
     rows = FileDataset(write_rows({"problem": "a", "completion": "b"} | PRODUCT), ("problem", "completion"), reads=())
     assert rows.unread == sorted(PRODUCT)
-    note = describe_unread(rows)
+    [note] = describe_unread(rows)
     assert (
         "columns answer, choices, completions, documents, functions, history, label, " in note and "and 14 more" in note
     )
@@ -226,9 +226,9 @@ def test_lists_that_are_answers_stay_texts(write_rows):
 def test_rows_that_spell_control_tokens_are_counted(write_rows):
     content = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
     rows = FileDataset(write_rows(*({"problem": "a"} | row for row in content)))
-    note = describe_literal_tokens(rows, shapes.tokenizer().structure)
+    [note] = describe_literal_tokens(rows, shapes.tokenizer().structure)
     assert note.startswith("2 of 4 rows spell <|endoftext|>, <|im_end|> in their texts. These names are encoded as")
-    assert describe_literal_tokens(rows.select(rows.facts[2:]), shapes.tokenizer().structure) is None
+    assert not [*describe_literal_tokens(rows.select(rows.facts[2:]), shapes.tokenizer().structure)]
 
 
 def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch):

@@ -201,7 +201,8 @@ def describe_thought(processor: Processor):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield notes about options that no stage uses."""
+    """Yield notes about options that no stage uses, and about prompts that the model does not know."""
+    yield from other_prompts(config)
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
     for options, reason in options_without_effect(config, trainers):
@@ -251,7 +252,6 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
         )
     yield from boxes_of_several_images(config, datasets)
     yield from empty_solutions(config, datasets)
-    yield from other_prompts(config)
     dtype = DTYPES[config.model.dtype]
     # no loss: float32 adapters, adamw_8bit (carries the rounding error)
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
