@@ -129,9 +129,13 @@ def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
 
 
 @contextmanager
-def unchanged(*folders: str | Path) -> Iterator[None]:
-    """Context manager: raise UserError if files were replaced while the block read them."""
-    since = file_stamps(*folders)
+def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = None) -> Iterator[None]:
+    """Context manager: raise UserError if files were replaced while the block read them.
+
+    Args:
+        since: earlier file_stamps, None = those at block start.
+    """
+    since = file_stamps(*folders) if since is None else since
     failure = None
     try:
         yield

@@ -28,7 +28,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
-from minivlmrl.files import flush_file
+from minivlmrl.files import file_stamps, flush_file, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
@@ -103,6 +103,7 @@ class Resumed(NamedTuple):
     folder: Path | None  # checkpoint to load, None = a new run
     state: TrainerState
     saved: list[Path]  # checkpoints in output_dir
+    stamps: dict[Path, tuple[int, ...]]  # file_stamps of `folder` before it was read
 
     def newer(self) -> list[Path]:
         """Return checkpoints to delete once the run has begun."""
@@ -116,9 +117,9 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
     # rank 0's list for all, because ranks may see different checkpoints on a shared file system
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
-    folder, state = select_checkpoint(config.resume, saved, world)
+    folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
-        return Resumed(None, new, saved)
+        return Resumed(None, new, saved, stamps)
     num_begun = state.stage + 1
     if state.stages[:num_begun] != new.stages[:num_begun] or state.seed != new.seed:
         raise UserError(
@@ -142,13 +143,13 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
         if world.is_main:
             print(change.text, flush=True)
     state.recipe, state.files, state.stages = new.recipe, new.files, new.stages
-    return Resumed(folder, state, saved)
+    return Resumed(folder, state, saved, stamps)
 
 
 def select_checkpoint(
     resume: str | None, saved: list[Path], world: World
-) -> tuple[Path, TrainerState] | tuple[None, None]:
-    """Return the newest readable checkpoint that option `resume` selects, with its TrainerState.
+) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
+    """Return the newest readable checkpoint that option `resume` selects, its TrainerState and its file_stamps.
 
     Args:
         saved: checkpoints in output_dir, oldest first.
@@ -157,6 +158,7 @@ def select_checkpoint(
     if resume == "auto":
         candidates = saved[::-1]
     for folder in candidates:
+        stamps = file_stamps(folder)
         state = read_checkpoint(folder, world)
         if state is None:
             continue
@@ -165,13 +167,13 @@ def select_checkpoint(
                 f"resume: the checkpoint {folder} was saved after {pluralize(state.steps, 'step')}, but its "
                 f"name says otherwise; rename the folder to {state.steps:06d}"
             )
-        return folder, state
+        return folder, state, stamps
     if candidates:
         raise UserError(
             f"resume is {resume}, but every checkpoint that it selects is damaged; "
             "--resume=never deletes all checkpoints and starts again"
         )
-    return None, None
+    return None, None, {}
 
 
 def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
@@ -203,24 +205,33 @@ def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
         return None
 
 
-def load_checkpoint(folder: Path, trainer: Trainer, optimizer: Optimizer):
-    """Copy a checkpoint's tensors into weights and optimizer."""
+def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
+    """Copy a checkpoint's tensors into weights and optimizer.
+
+    Args:
+        stamps: file_stamps before its checksums were read; another run may have replaced it since.
+    """
     try:
-        shards = find_shards(folder)
-        with_moments = []
-        for name, parameter in trainer.trained.named_parameters():
-            if any(key.startswith(f"optimizer.{name}/") for key in shards):
-                with_moments.append(parameter)
-        begin_state(optimizer, with_moments)
-        targets = tensors(trainer, optimizer)
-        unmatched = sorted(targets.keys() ^ shards.keys())
-        with error_context(f"{folder}: this checkpoint was saved with a different model or recipe"):
-            if unmatched:
-                raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
-            for name, tensor in targets.items():
-                read_into(tensor, name, shards[name])
+        with unchanged(folder, since=stamps):
+            read_tensors(folder, trainer, optimizer)
     except SafetensorError as error:
         raise UserError(f"the checkpoint {folder} cannot be read ({error})") from error
+
+
+def read_tensors(folder: Path, trainer: Trainer, optimizer: Optimizer):
+    shards = find_shards(folder)
+    with_moments = []
+    for name, parameter in trainer.trained.named_parameters():
+        if any(key.startswith(f"optimizer.{name}/") for key in shards):
+            with_moments.append(parameter)
+    begin_state(optimizer, with_moments)
+    targets = tensors(trainer, optimizer)
+    unmatched = sorted(targets.keys() ^ shards.keys())
+    with error_context(f"{folder}: this checkpoint was saved with a different model or recipe"):
+        if unmatched:
+            raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
+        for name, tensor in targets.items():
+            read_into(tensor, name, shards[name])
 
 
 def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):

@@ -95,7 +95,7 @@ def train_stages(
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
         if folder is not None:
             with error_phase("load"):
-                load_checkpoint(folder, trainer, optimizer)
+                load_checkpoint(folder, resumed.stamps, trainer, optimizer)
         checkpoints.begin_stage(trainer, optimizer)
         if number == first:
             begin_run(results, resumed)

@@ -21,6 +21,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed import process_group
+from minivlmrl.errors import UserError
 from minivlmrl.extras import report
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
@@ -557,6 +558,25 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
         resume(recipe, copy, *options)
     assert not hasattr(error.value, "__notes__")  # no note says that the run continues with --resume=auto
     assert contents(copy) == before
+
+
+def test_a_checkpoint_that_is_replaced_before_it_is_loaded_is_refused(recipe, copy, monkeypatch):
+    """Another run may write the same step anew after the checksums were read."""
+    folder = copy / "states" / "000003"
+    build = loop.build_optimizer
+
+    def replace(*arguments):
+        other = copy.parent / "other"
+        shutil.copytree(folder, other)
+        shutil.rmtree(folder)
+        other.rename(folder)
+        return build(*arguments)
+
+    monkeypatch.setattr(loop, "build_optimizer", replace)
+    metrics = (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="000003 was replaced while it was read"):
+        resume(recipe, copy, "--resume=auto")
+    assert (copy / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_the_option_resume_selects_the_checkpoints(recipe, copy):
