@@ -154,7 +154,7 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place; `total` is float32 or float64, a and b may have 16 bits."""
+    """Add `a @ b` to `total` (float32 or float64) in place; `a` and `b` may have 16-bit dtypes."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif has_float32_products(a.device):
