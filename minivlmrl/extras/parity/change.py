@@ -56,7 +56,7 @@ class Change(dict):
                 return pad(x.flatten(), (0, 1))[region] if kind == "columns" else x[region]
             values["region"] = region
         if deviation == "{c}":
-            return self["c"]
+            return self.get("c", 1.0)
         if not callable(deviation):
             return deviation
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))

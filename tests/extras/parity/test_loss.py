@@ -243,7 +243,7 @@ NAMED = {
         lambda b, o: dpo_of()(b | {"mask": b["mask"] * (b["mask"].cumsum(-1) > 1)}, o), DPO,
         "mistake: the first token of each answer is left out"),
     "rows without tokens": (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), WHOLE,
-        "mistake: a row without tokens is divided by 0 in the mean over each row"),
+        "design: the loss is averaged as in grpo; mistake: a row without tokens is divided by 0"),
     "only rows with tokens": (
         changed(loss=lambda q: row_mean(q.terms, q.mask) * len(q.mask) / q.mask.any(1).sum()), GRPO,
         "mistake: the mean of the rows is only over rows with a token"),
