@@ -6,8 +6,9 @@
 
 recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
 rows in the same order, and with the recipe's method options. Its base model has bfloat16 weights, its adapters float32,
-and both compute in bfloat16. --batch is TRL's completions per forward and backward pass. Runs end after --steps steps
-in a schedule of 40, without saving a model. Accuracy is over a step's 128 completions, before the update.
+and both compute in bfloat16; with --dtype float32, all of these are float32. --batch is TRL's completions per forward
+and backward pass. Runs end after --steps steps in a schedule of 40, without saving a model. Accuracy is over a step's
+128 completions, before the update.
 """
 
 import argparse
@@ -70,7 +71,8 @@ class OurRecord(Callback):
 
 
 def train_ours(options: argparse.Namespace):
-    changes = [f"--model.path={options.model}", f"--data.train_file={options.rows / 'sums_train.jsonl'}"]
+    changes = [f"--model.path={options.model}", f"--model.compute_dtype={options.dtype}"]
+    changes += [f"--data.train_file={options.rows / 'sums_train.jsonl'}"]
     changes += ["--data.eval_file=null", "--data.eval_rows=0", "--eval_steps=0", "--resume=never"]
     changes += [f"--output_dir={options.json.with_suffix('')}_run", "--num_threads=1", "--checkpoint_minutes=0"]
     config = load_config(str(ROOT / "recipes" / "sums.yaml"), changes)
