@@ -102,7 +102,7 @@ def is_raised_by_losses(error: BaseException) -> bool:
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError unless `valid`, with field name, value and what is expected."""
+    """Raise UserError unless `valid`, with field name, value and what is expected."""
     if not valid:
         raise invalid_value(name, value, expected)
 
@@ -153,7 +153,7 @@ class error_phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Context manager: convert an ImportError to a ValueError with the command to install.
+    """Context manager: convert an ImportError to a UserError with the command to install.
 
     Args:
         name: extra of minivlmrl, such as "video".

@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return a model folder's weight files: model.safetensors, otherwise all shards.
 
     Raises:
-        ValueError: no safetensors files, or a missing shard.
+        UserError: no safetensors files, or a missing shard.
     """
     single_file = folder / ONE_FILE
     index = folder / INDEX
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_model_folder(folder: Path):
-    """Raise ValueError for a folder without a model, with advice for run and adapter folders."""
+    """Raise UserError for a folder without a model, with advice for run and adapter folders."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
@@ -94,7 +94,7 @@ def file_to_write(path: str | Path) -> Path:
     """Return the path in option --out, and create its folder.
 
     Raises:
-        ValueError: the path is a folder, or its folder cannot be created.
+        UserError: the path is a folder, or its folder cannot be created.
     """
     file = Path(path)
     if file.is_dir():
@@ -109,7 +109,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return a file's path in a folder; raise ValueError for a link to the outside."""
+    """Return a file's path in a folder; raise UserError for a link to the outside."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -159,7 +159,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     and checkpoint.partial becomes `checkpoint`. If a crash leaves no `checkpoint`, checkpoint.replaced is loaded.
 
     Raises:
-        ValueError: the old folder contains files but no checkpoint.
+        UserError: the old folder contains files but no checkpoint.
     """
     folder = Path(folder).resolve()  # symbolic links
     new = Path(f"{folder}.partial")

@@ -27,7 +27,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         decode: parser, whose result is returned.
         arguments: for `decode`.
     Raises:
-        ValueError: not JSON, or nested too deeply.
+        UserError: not JSON, or nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
@@ -39,7 +39,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def check_surrogates(text: str, content: Any):
-    """Raise ValueError for half of a surrogate pair, such as \\ud800: valid JSON, but not encodable as UTF-8.
+    """Raise UserError for half of a surrogate pair, such as \\ud800: valid JSON, but not encodable as UTF-8.
 
     Args:
         content: parsed value.
@@ -49,7 +49,7 @@ def check_surrogates(text: str, content: Any):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from (key, value) pairs; raise ValueError for a repeated key."""
+    """Build a dict from (key, value) pairs; raise UserError for a repeated key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
@@ -58,7 +58,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_downloaded(path: Path):
-    """Raise ValueError for a Git LFS pointer instead of a file."""
+    """Raise UserError for a Git LFS pointer instead of a file."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict:
     """Read a JSON file with one object.
 
     Raises:
-        ValueError: no file, or no JSON object in it.
+        UserError: no file, or no JSON object in it.
     """
     if not path.is_file():
         raise UserError(f"{path}: this file is missing")

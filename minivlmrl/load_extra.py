@@ -18,7 +18,7 @@ def load_extra(target: str, user: str) -> Any:
         target: "package.module" or "package.module:name", most often in minivlmrl.extras.
         user: command, option value or model type, for the error message.
     Raises:
-        ValueError: extras/ was deleted.
+        UserError: extras/ was deleted.
     """
     if target.startswith("minivlmrl.extras.") and not has_extras():
         raise UserError(f"{user} needs minivlmrl/extras, which this copy lacks")

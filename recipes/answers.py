@@ -40,7 +40,7 @@ def judge_rows(
     Returns:
         1.0 for correct answers, 0.0 for wrong ones, None for rows without a solution.
     Raises:
-        ValueError: a solution cannot be parsed.
+        UserError: a solution cannot be parsed.
     """
     scored = []  # (reward, reason) per answer
     for answer, truth in zip(answer_texts, solution, strict=True):

@@ -204,7 +204,7 @@ def with_arguments(
         names: possible keyword arguments of a call.
         options: further values, for parameters with these names.
     Raises:
-        ValueError: a parameter would get no value.
+        UserError: a parameter would get no value.
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -243,7 +243,7 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind options as keyword arguments; raise ValueError for unknown names or out-of-bounds values."""
+    """Bind options as keyword arguments; raise UserError for unknown names or out-of-bounds values."""
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}

@@ -46,7 +46,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         recipe: path, or name in the folder `recipes`.
         overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two texts "--seed" and "1"; values are YAML.
         is_found: recipe found beside a model, not named by the user. If it names a Python file, load_config raises
-            ValueError before any code runs.
+            UserError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -146,7 +146,7 @@ class Resolver:
         self.unknown: list[str] = []  # code in a recipe found beside a model
 
     def check(self):
-        """Raise ValueError if a recipe found beside a model would run a Python file."""
+        """Raise UserError if a recipe found beside a model would run a Python file."""
         if self.unknown:
             raise UserError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "

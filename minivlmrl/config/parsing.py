@@ -50,7 +50,7 @@ class Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; raise ValueError if invalid, too deeply nested, or with duplicate keys or aliases."""
+    """Parse YAML; raise UserError if invalid, too deeply nested, or with duplicate keys or aliases."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

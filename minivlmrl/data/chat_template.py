@@ -55,7 +55,7 @@ def render_message(message: dict) -> list[str]:
     """Render one message as texts and control tokens.
 
     Raises:
-        ValueError: tool_calls, no content, or a part other than text, image or video.
+        UserError: tool_calls, no content, or a part other than text, image or video.
     """
     if message.get("content") is None or message.get("tool_calls"):
         raise UserError(
@@ -85,7 +85,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     Returns:
         (text or control token, trained) pairs. Trained are the texts of assistant turns, and the <|im_end|> after them.
     Raises:
-        ValueError: an answer has a thought outside its content, for example in reasoning_content.
+        UserError: an answer has a thought outside its content, for example in reasoning_content.
     """
     flagged = []
     for turn in turns:

@@ -149,7 +149,7 @@ class FileDataset(Sequence[Row]):
         reads: columns that a stage or reward reads, besides `required`; None = all.
         options: fields of RowOptions.
     Raises:
-        ValueError: no rows, an invalid row, or a missing image or video file.
+        UserError: no rows, an invalid row, or a missing image or video file.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class ChatTemplate:
         """Render a conversation as texts and control tokens, which join to transformers' apply_chat_template.
 
         Raises:
-            ValueError: the template cannot render the messages, or leaves out an image, a video or a text other than a
+            UserError: the template cannot render the messages, or leaves out an image, a video or a text other than a
                 thought.
         """
         conversation, mark = self._marked(messages)
@@ -139,7 +139,7 @@ class ChatTemplate:
             (text or control token, trained) pairs; see messages.is_trained.
         Raises:
             RewrittenTurnsError: a turn is rendered differently if more turns follow.
-            ValueError: assistant turns do not end with <|im_end|> and a line break, or a text is missing.
+            UserError: assistant turns do not end with <|im_end|> and a line break, or a text is missing.
         """
         conversation, mark = self._marked([*messages, *turns])
         text = self._render(conversation, False)

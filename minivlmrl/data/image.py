@@ -28,7 +28,7 @@ def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, upright by its EXIF orientation.
 
     Raises:
-        ValueError: aspect ratio over 200, or unknown colors (see to_rgb).
+        UserError: aspect ratio over 200, or unknown colors (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
     check_ratio(image.width, image.height)  # before decoding, which takes gigabytes for very long images
@@ -66,7 +66,7 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise ValueError for an aspect ratio over 200, as in transformers."""
+    """Raise UserError for an aspect ratio over 200, as in transformers."""
     if max(height, width) > 200 * min(height, width):
         raise UserError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
@@ -84,7 +84,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
     Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become 812 and 1176.
     Raises:
-        ValueError: aspect ratio over 200, or max_pixels below min_pixels or one token.
+        UserError: aspect ratio over 200, or max_pixels below min_pixels or one token.
     Source: smart_resize in transformers' Qwen2-VL.
     """
     check_ratio(width, height)

@@ -112,7 +112,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # ValueError if max_pixels is below min_pixels or one token
+        # UserError if max_pixels is below min_pixels or one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor

@@ -115,7 +115,7 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
     Args:
         answers: Row fields with answers to train on.
     Raises:
-        ValueError: invalid prompt or unreadable image.
+        UserError: invalid prompt or unreadable image.
     """
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
@@ -128,7 +128,7 @@ def next_readable(
     """Return the row at `index`, or the next readable one.
 
     Args:
-        use: raises ValueError for an unreadable row, for example readable_prompt.
+        use: raises UserError for an unreadable row, for example readable_prompt.
         skips: if False, raise the first unreadable row's error.
     Returns:
         Row, result of `use`, and {index of an unreadable row: error}.

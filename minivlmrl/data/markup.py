@@ -51,7 +51,7 @@ def read_json(text: str, **options):
     Args:
         options: for json.loads.
     Raises:
-        ValueError: no JSON, or a repeated key.
+        UserError: no JSON, or a repeated key.
     """
     decode = partial(json.loads, object_pairs_hook=unique_keys, **options)
     text = unwrap(text)

@@ -55,7 +55,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
         source: path, file:// URL, data URI or bytes.
         folder: for relative paths.
     Raises:
-        ValueError: unreadable image, with source and reason.
+        UserError: unreadable image, with source and reason.
     """
     with open_image(source, folder) as image:
         return load_image(image)
@@ -63,7 +63,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Context manager: open an image, and convert all exceptions in the block to ValueError."""
+    """Context manager: open an image, and convert all exceptions in the block to UserError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:

@@ -92,7 +92,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Insert the question, the last user text, into data.prompt_template.
 
     Raises:
-        ValueError: the last user turn has not exactly one text part, or the template contains <image> but the
+        UserError: the last user turn has not exactly one text part, or the template contains <image> but the
             conversation has image parts.
     """
     if MARK.search(template) and shown_parts_of(turns):
@@ -142,7 +142,7 @@ def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[d
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has exactly one place per image and video."""
+    """Raise UserError unless a prompt has exactly one place per image and video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
@@ -155,7 +155,7 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
 
 
 def check_ends(turns: list[dict]):
-    """Raise ValueError unless an answer begins and ends with an assistant turn."""
+    """Raise UserError unless an answer begins and ends with an assistant turn."""
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise UserError(
@@ -169,7 +169,7 @@ def is_trained(turn: dict) -> bool:
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError for a value under an unknown key; None, "", [] and {} do not count."""
+    """Raise UserError for a value under an unknown key; None, "", [] and {} do not count."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise UserError(
@@ -179,7 +179,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 
 
 def check_messages(messages: list[dict]):
-    """Raise ValueError for a message without role or content, or in a form that no chat template can render."""
+    """Raise UserError for a message without role or content, or in a form that no chat template can render."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         content, calls = fields.get("content"), fields.get("tool_calls") or []

@@ -85,7 +85,7 @@ def checked_row(
         known: columns that a stage or reward reads, or data.columns names.
         folder: for relative paths.
     Raises:
-        ValueError: invalid row.
+        UserError: invalid row.
         LayoutError: layout of another project.
     """
     check_columns(columns, known)
@@ -111,7 +111,7 @@ def checked_row(
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise ValueError for an invalid turn, or a wrong type in a column that is read."""
+    """Raise UserError for an invalid turn, or a wrong type in a column that is read."""
     for name, value in columns.items():
         if value is None:
             continue
@@ -133,7 +133,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise ValueError for several prompts, or for one if data.prompt_template has no {problem}."""
+    """Raise UserError for several prompts, or for one if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
@@ -154,7 +154,7 @@ def declares_tools(value: Plain) -> bool:
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError for an invalid turn, or one with a key or image that would be ignored.
+    """Raise UserError for an invalid turn, or one with a key or image that would be ignored.
 
     Args:
         is_prompt: column `prompt`, which has no loss.
@@ -181,7 +181,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise ValueError for an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
+    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `convert` drops and counts such keys
@@ -200,7 +200,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise ValueError for a part or tool call with content that would be ignored."""
+    """Raise UserError for a part or tool call with content that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -265,7 +265,7 @@ def is_list_text(text: str, column: str) -> bool:
 
 
 def check_question(columns: dict, media: Sequence[Media]):
-    """Raise ValueError for a question without text, images or videos."""
+    """Raise UserError for a question without text, images or videos."""
     for name in PROMPTS:
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
@@ -276,7 +276,7 @@ def check_question(columns: dict, media: Sequence[Media]):
 
 
 def check_answers(row: Row, columns: dict):
-    """Raise ValueError for a blank or untrained answer, or a pair of identical answers."""
+    """Raise UserError for a blank or untrained answer, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
     said = {}  # {answer: turns with joined texts}
     for name in ANSWERS:
@@ -306,7 +306,7 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise ValueError if a row lacks a column for a stage or reward."""
+    """Raise UserError if a row lacks a column for a stage or reward."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
@@ -320,7 +320,7 @@ def check_required(row: Row, required: Collection[str]):
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise ValueError for an image or video in a column that the model would not see.
+    """Raise UserError for an image or video in a column that the model would not see.
 
     Images are found at any depth, as path, URL, data URI, base64 text or bytes.
 

@@ -32,7 +32,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open the rows in a file, a folder, or one split of a folder: "folder@train".
 
     Raises:
-        ValueError: missing or unreadable file, or several candidates in the folder.
+        UserError: missing or unreadable file, or several candidates in the folder.
     """
     path, split = split_of(path)
     if isdir(path):  # os.path, because pathlib raises OSError for too long names
@@ -133,7 +133,7 @@ def find_coco(path: Path, text: str) -> dict:
     """Return the object in a COCO file, {} for a file with rows.
 
     Raises:
-        ValueError: another object instead of rows.
+        UserError: another object instead of rows.
     """
     try:
         content, end = ROW_DECODER.raw_decode(text.strip())

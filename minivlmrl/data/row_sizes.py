@@ -99,7 +99,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
     Args:
         answers: Row fields to include, such as ("chosen", "rejected").
     Raises:
-        ValueError: unreadable image, or a size that the processor rejects.
+        UserError: unreadable image, or a size that the processor rejects.
     """
     facts = rows.facts[index]
     file = facts.file
@@ -161,7 +161,7 @@ def long_rows(
 ) -> Iterator[RowSize]:
     """Yield sizes of rows whose prompt and longest answer exceed `limit` tokens.
 
-    Unreadable rows raise ValueError unless skip_unreadable.
+    Unreadable rows raise UserError unless skip_unreadable.
     """
     if not isinstance(rows, FileDataset):
         return  # rows from data.task are all similar

@@ -108,7 +108,7 @@ class Row:
         Args:
             processor: (messages, images, videos) -> Prompt, such as a Processor.
         Raises:
-            ValueError: invalid prompt; the message begins with file and line.
+            UserError: invalid prompt; the message begins with file and line.
         """
         if self.prepared_prompt is not None:
             return self.prepared_prompt

@@ -25,7 +25,7 @@ def attempt_store(limit: timedelta) -> Store:
     hosts they begin with 0, because a host may not know the restart count (docs/many_gpus.md).
 
     Raises:
-        ValueError: rank 0's store cannot be reached, or rank 0 is alone.
+        UserError: rank 0's store cannot be reached, or rank 0 is alone.
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -56,7 +56,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
         limit: time that a rank waits for others, at the start and in collective operations.
 
     Raises:
-        ValueError: a rank did not start, or ranks cannot exchange tensors.
+        UserError: a rank did not start, or ranks cannot exchange tensors.
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"

@@ -222,7 +222,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         max_wait: seconds that World.barrier waits, None = no limit.
 
     Raises:
-        ValueError: no GPU for this rank, or the ranks cannot be connected.
+        UserError: no GPU for this rank, or the ranks cannot be connected.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))

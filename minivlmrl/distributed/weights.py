@@ -34,7 +34,7 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
     """Return over how many ranks a copy of the weights is sharded.
 
     Raises:
-        ValueError: number of ranks not a multiple of sharding.replicas.
+        UserError: number of ranks not a multiple of sharding.replicas.
     """
     if num_ranks % section.replicas:
         raise UserError(

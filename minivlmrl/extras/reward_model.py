@@ -187,7 +187,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise ValueError if a stage needs a reward model too early, or if the run samples trajectories."""
+    """Raise UserError if a stage needs a reward model too early, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

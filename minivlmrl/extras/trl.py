@@ -212,7 +212,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError for an option that the loss does not support."""
+    """Raise UserError for an option that the loss does not support."""
     if args.use_adaptive_entropy:
         raise UserError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "

@@ -62,7 +62,7 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
 
 
 def count_frames(container, stream) -> int:
-    """Count frames, one per packet; raise ValueError for a truncated or damaged file."""
+    """Count frames, one per packet; raise UserError for a truncated or damaged file."""
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():

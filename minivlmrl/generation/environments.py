@@ -36,10 +36,10 @@ def make_sampler(
 
 
 def check_environment(config: RunConfig):
-    """Raise ValueError if the environment contradicts rewards or sampling.history."""
+    """Raise UserError if the environment contradicts rewards or sampling.history."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # ValueError for two context window rules
+    samples_trajectories(config.sampling)  # UserError for two context window rules
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:

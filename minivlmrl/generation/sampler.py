@@ -173,7 +173,7 @@ class Sampler:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if the engine cannot run the recipe; called before models are loaded."""
+        """Raise UserError if the engine cannot run the recipe; called before models are loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
@@ -191,7 +191,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise ValueError if engine and policy log-probabilities differ too much.
+        """Raise UserError if engine and policy log-probabilities differ too much.
 
         Args:
             rows: row per prompt, for error messages.
@@ -209,7 +209,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise ValueError for a wrong number of completions, or NaN log-probabilities."""
+    """Raise UserError for a wrong number of completions, or NaN log-probabilities."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise UserError(

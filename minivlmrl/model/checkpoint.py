@@ -72,7 +72,7 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read config.json; raise ValueError if it is missing or invalid."""
+    """Read config.json; raise UserError if it is missing or invalid."""
     check_model_folder(folder)
     return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
@@ -257,7 +257,7 @@ def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Raise ValueError for a non-finite weight, so that a diverged model is never saved."""
+    """Raise UserError for a non-finite weight, so that a diverged model is never saved."""
     if not tensor.isfinite().all():
         raise UserError(
             f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "

@@ -110,7 +110,7 @@ def _rope(config: dict, where: str) -> dict:
 
 
 def _check_supported(flat: dict, vision: dict, family: Family, where: str):
-    """Raise ValueError for an unsupported setting; null is accepted."""
+    """Raise UserError for an unsupported setting; null is accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
     fixed = family.config_type
@@ -139,7 +139,7 @@ def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
 
 
 def _check(model_config: ModelConfig):
-    """Raise ValueError if sizes contradict each other."""
+    """Raise UserError if sizes contradict each other."""
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads

@@ -33,7 +33,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
     Args:
         names: all parameter names.
     Raises:
-        ValueError: the model lacks layers in a range.
+        UserError: the model lacks layers in a range.
     """
     prefixes = []
     for text in freeze:

@@ -61,7 +61,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise ValueError if tokenizer, family or patch size differ from the policy's."""
+    """Raise UserError if tokenizer, family or patch size differ from the policy's."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
@@ -75,7 +75,7 @@ def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLang
 
 
 def check_value_model_folder(folder: str | Path):
-    """Raise ValueError for a folder without a value head."""
+    """Raise UserError for a folder without a value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
         near = [
             inner for inner in (Path(folder) / "reward_model", Path(folder).parent / "reward_model") if inner.is_dir()

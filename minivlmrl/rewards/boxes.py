@@ -176,7 +176,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
-    """Raise ValueError if a box is over a pixel outside the image, or not in pixels.
+    """Raise UserError if a box is over a pixel outside the image, or not in pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.

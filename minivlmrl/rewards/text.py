@@ -64,7 +64,7 @@ def accuracy(
     a solution get None.
 
     Raises:
-        ValueError: the solution is an object, or a list with other items than numbers.
+        UserError: the solution is an object, or a list with other items than numbers.
     """
     rewards = []
     reasons = []
@@ -99,7 +99,7 @@ def solution_text(solution: Any) -> str:
     """Convert a solution to text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        ValueError: the solution is an object, a list with other items than numbers, or a list with one number.
+        UserError: the solution is an object, a list with other items than numbers, or a list with one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]

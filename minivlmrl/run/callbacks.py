@@ -48,10 +48,10 @@ class Callback:
         """Check the recipe before anything is loaded and before the ranks connect."""
 
     def on_setup(self, config: RunConfig, world: World):
-        """Check the recipe before rows and weights are loaded; raise ValueError to reject it."""
+        """Check the recipe before rows and weights are loaded; raise UserError to reject it."""
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Check the rows before the weights are loaded; raise ValueError to end the run.
+        """Check the rows before the weights are loaded; raise UserError to end the run.
 
         Args:
             datasets: {stage: rows}, with held-out rows under "eval".

@@ -97,7 +97,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, shards: list[tuple[int, int, Path]]):
-    """Copy this rank's rows from a checkpoint into a tensor; raise ValueError if shape or dtype differ."""
+    """Copy this rank's rows from a checkpoint into a tensor; raise UserError if shape or dtype differ."""
     saved_rows = sum(num_rows for _, num_rows, _ in shards)
     tensor_rows = len(tensor) if tensor.dim() else 1
     require(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

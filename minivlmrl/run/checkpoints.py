@@ -76,7 +76,7 @@ def remove_state(folder: Path):
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, oldest first; raise ValueError if --resume is missing or wrong."""
+    """Return the checkpoints in output_dir, oldest first; raise UserError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")

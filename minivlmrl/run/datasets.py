@@ -110,7 +110,7 @@ def _load_datasets(
 
 
 def check_sources(options: DataOptions, stages: Mapping[str, str]):
-    """Raise ValueError unless the recipe has exactly one source of training rows."""
+    """Raise UserError unless the recipe has exactly one source of training rows."""
     sources = [name for name in ("task", "train_file", "train") if getattr(options, name)]
     every_stage_has_a_file = bool(stages) and stages.keys() <= options.files.keys()
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
@@ -123,7 +123,7 @@ def check_sources(options: DataOptions, stages: Mapping[str, str]):
 
 
 def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
-    """Raise ValueError if data.columns renames a column that no data file has."""
+    """Raise UserError if data.columns renames a column that no data file has."""
     columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
     for name in renamed:
         if name not in columns:
@@ -152,7 +152,7 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError if ranks cannot share a step's prompts equally."""
+    """Raise UserError if ranks cannot share a step's prompts equally."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")

@@ -88,7 +88,7 @@ def lowered_metrics(config: RunConfig) -> set[str]:
 
 
 def check_best_metric(config: RunConfig, needs: Collection[str]):
-    """Raise ValueError if no evaluation measures best_metric.
+    """Raise UserError if no evaluation measures best_metric.
 
     Args:
         needs: kinds of rows, from all stages.

@@ -17,7 +17,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Create and lock the output folder (file .lock), and check that all ranks see it.
 
     Raises:
-        ValueError: on all ranks, if another run holds the lock or a rank does not see rank 0's folder.
+        UserError: on all ranks, if another run holds the lock or a rank does not see rank 0's folder.
     """
     path = Path(folder) / ".lock"
     with ExitStack() as closing:

@@ -176,7 +176,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
     Raises:
         FloatingPointError: loss or gradient norm not finite.
-        ValueError: log-probabilities of sampler and trainer differ.
+        UserError: log-probabilities of sampler and trainer differ.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):

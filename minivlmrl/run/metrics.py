@@ -260,7 +260,7 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
-    """Raise ValueError if log-probabilities from sampling and training differ.
+    """Raise UserError if log-probabilities from sampling and training differ.
 
     In float32 the maximum difference is rollout.max_logp_mismatch nats; in bfloat16 the root mean square may be at most
     a tenth of it.

@@ -72,7 +72,7 @@ def row_files(data: DataOptions) -> dict[str, str]:
 
 
 def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None):
-    """Raise ValueError if an adapter's base weights, which a checkpoint does not contain, have changed."""
+    """Raise UserError if an adapter's base weights, which a checkpoint does not contain, have changed."""
     both = old.files.base, new.files.base
     quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
     if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:

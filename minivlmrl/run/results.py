@@ -26,7 +26,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
-    """Raise ValueError if no stage has best_metric, or if torchrun restarts ranks without --resume=auto."""
+    """Raise UserError if no stage has best_metric, or if torchrun restarts ranks without --resume=auto."""
     check_best_metric(config, [trainer.needs for trainer in trainers.values()])
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise UserError(
@@ -36,7 +36,7 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise ValueError if the run would overwrite earlier results."""
+    """Raise UserError if the run would overwrite earlier results."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS

@@ -228,7 +228,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
+    """Raise UserError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():

@@ -50,7 +50,7 @@ class TrainerState:
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the number of rows has changed since the checkpoint."""
+        """Raise UserError if the number of rows has changed since the checkpoint."""
         if self.rows not in (0, rows):
             raise UserError(
                 f"resume: the checkpoint was saved with {pluralize(self.rows, 'row')}, but the dataset now has "

@@ -32,7 +32,7 @@ def get_task(name: str) -> Task:
     Args:
         name: key in TASKS, file.py:NAME or package.module:NAME, perhaps with options.
     Raises:
-        ValueError: unknown task or option.
+        UserError: unknown task or option.
     """
     from minivlmrl.config.import_utils import resolve_object, with_options
 

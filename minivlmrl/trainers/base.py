@@ -160,7 +160,7 @@ class Trainer:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if the stage cannot train with the recipe, before any model is loaded."""
+        """Raise UserError if the stage cannot train with the recipe, before any model is loaded."""
 
     @staticmethod
     def has_reference(options) -> bool:
@@ -225,7 +225,7 @@ class Trainer:
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics; raise ValueError unless `result` is a scalar, or a scalar and a dictionary."""
+    """Return loss and metrics; raise UserError unless `result` is a scalar, or a scalar and a dictionary."""
     pair: Any = (result, {}) if isinstance(result, Tensor) else result
     is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)
     values = [pair[0], *pair[1].values()] if is_pair else [None]

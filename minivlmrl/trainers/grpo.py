@@ -307,7 +307,7 @@ def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
-    """Return advantages; raise ValueError unless every completion has a finite one."""
+    """Return advantages; raise UserError unless every completion has a finite one."""
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise UserError(

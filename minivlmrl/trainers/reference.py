@@ -106,7 +106,7 @@ def swapped_in(
 
 
 def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise ValueError unless the model in the folder takes the same inputs as the policy."""
+    """Raise UserError unless the model in the folder takes the same inputs as the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
     for name in MATCHING_FIELDS:

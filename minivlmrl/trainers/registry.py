@@ -46,7 +46,7 @@ def find_trainers(config) -> dict[str, type[Trainer]]:
 
 
 def check_dtypes(config: RunConfig):
-    """Raise ValueError for training in float16, which would need loss scaling."""
+    """Raise UserError for training in float16, which would need loss scaling."""
     for option in ("dtype", "compute_dtype"):
         if config.stage_names and getattr(config.model, option) == "float16":
             raise UserError(

@@ -58,7 +58,7 @@ class RolloutTrainer(Trainer):
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise ValueError if rewards or sampling options do not fit the stage."""
+        """Raise UserError if rewards or sampling options do not fit the stage."""
         if config.sampling.temperature == 0:
             raise UserError(
                 "sampling.temperature is 0, so all completions of a group would be identical; "

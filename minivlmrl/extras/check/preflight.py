@@ -143,7 +143,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
 
 
 def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
-    """Raise ValueError if no answer can equal a solution, such as a box outside the image."""
+    """Raise UserError if no answer can equal a solution, such as a box outside the image."""
     for _, rows, rewards in scored_files(config, datasets):
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
         for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:

@@ -33,7 +33,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
     """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
     Raises:
-        ValueError: a row is unreadable, and skip_unreadable is False.
+        UserError: a row is unreadable, and skip_unreadable is False.
     """
     unreadable: list[str] | None = [] if skip_unreadable else None
     indices = rows_to_measure(rows, processor)

@@ -178,7 +178,7 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> int:
-    """Count the images of a converted row; raise ValueError if a run would refuse it."""
+    """Count the images of a converted row; raise UserError if a run would refuse it."""
     json.dumps(row, ensure_ascii=False, default=str).encode()  # no half of a surrogate pair
     # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")

@@ -393,7 +393,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace <image 1>, <image 2> ... with <image>; raise ValueError for another order."""
+    """Replace <image 1>, <image 2> ... with <image>; raise UserError for another order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return

@@ -185,7 +185,7 @@ def two_digits(value: float) -> str:
 
 
 def check_disk(question: MemoryQuestion):
-    """Raise ValueError if the disk lacks space."""
+    """Raise UserError if the disk lacks space."""
     config = question.config
     folder = Path(config.output_dir).absolute()
     earlier = 0  # bytes of an earlier run, which this one replaces
