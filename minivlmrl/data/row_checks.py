@@ -223,11 +223,9 @@ def check_texts(columns: dict):
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):
             raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
-        if isinstance(value, str) and is_list_text(value, name):
-            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {truncate(value, 60)}")
-    for name in MEDIA:
+    for name in (*texts, *MEDIA):
         value = columns.get(name)
-        if isinstance(value, str) and literal_list(value) is not None:
+        if isinstance(value, str) and is_list_text(value, name):
             raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {truncate(value, 60)}")
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
@@ -256,12 +254,16 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a list of turns as text, or a question that is a list with one text."""
-    items = literal_list(text) or []
+    """Return True for a list of turns or images as text, or a question that is a list with one text."""
+    items = literal_list(text)
+    if column in MEDIA:
+        return items is not None
+    if not items:
+        return False
     if len(items) == 1 and isinstance(items[0], str):
         return column in PROMPTS
     pairs = ({"role", "content"}, {"from", "value"})
-    return bool(items) and all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
+    return all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
 
 
 def check_question(columns: dict, media: Sequence[Media]):

@@ -136,7 +136,7 @@ class GroupAttention:
 
     Args:
         layout: prompt and completion positions.
-            keep_keys: keep k and v from all layers in `self.keys`, for DecodeAttention after a prefill.
+        keep_keys: keep k and v from all layers in `self.keys`, for DecodeAttention after a prefill.
     """
 
     def __init__(self, layout: PackedLayout, keep_keys: bool = False):

@@ -50,7 +50,7 @@ def load_model(
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
-            sharding: Sharding in distributed/fsdp.py: ranks load only their shard. None = no sharding.
+        sharding: Sharding in distributed/fsdp.py: ranks load only their shard. None = no sharding.
         adapt: adds adapters without weights in the folder, while the model is on the meta device.
     """
     folder = find_folder(folder)

@@ -62,8 +62,3 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
     name = name.removeprefix("backbone.")
     frozen = part_of(name) in freeze or name.startswith(frozen_layers)
     return not frozen and (is_adapter(name) or not adapted)
-
-
-def is_in_tower(name: str) -> bool:
-    """Return True for vision tower parameters."""
-    return "visual." in name

@@ -204,20 +204,19 @@ class Reward:
         return f"reward {self.name}, for {pluralize(len(rows), 'completion')} together"
 
 
-def get_reward(name: str) -> Reward:
+def get_reward(name: str, max_seconds: float | None = None) -> Reward:
     """Find a reward by name, perhaps with options: "iou" or "mine.py:near(tolerance=0.05)"."""
-    return Reward(name, resolve_function("reward", name, REWARDS))
+    return Reward(name, resolve_function("reward", name, REWARDS), max_seconds=max_seconds)
 
 
 def training_rewards(config: RunConfig) -> list[Reward]:
     """Return the rewards in section `rewards`."""
-    return [replace(get_reward(name), max_seconds=config.max_reward_seconds) for name in config.rewards]
+    return [get_reward(name, config.max_reward_seconds) for name in config.rewards]
 
 
 def held_out_rewards(config: RunConfig) -> list[Reward]:
     """Return the rewards for evaluations on held-out rows."""
-    seconds = config.max_reward_seconds
-    return [replace(get_reward(name), max_seconds=seconds) for name in config.eval_rewards]
+    return [get_reward(name, config.max_reward_seconds) for name in config.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:

@@ -13,7 +13,7 @@ from minivlmrl.config.types import RewardName
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import UserError, did_you_mean, error_context, require
+from minivlmrl.errors import UserError, did_you_mean, error_context
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -47,7 +47,8 @@ def load_datasets(
         reads: columns that a stage or a reward may read, None = any.
     """
     world = world or World()
-    load = partial(_load_datasets, config, stages, reward_columns, eval_columns, world.is_main, reads)
+    open_file = partial(_open_file, config.data, world.is_main, reads)
+    load = partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, open_file)
     return world.run_on_all_ranks(load, "open the data files")
 
 
@@ -73,16 +74,14 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
 def _load_datasets(
     config: RunConfig,
     stages: Mapping[str, str],
-    reward_columns: Iterable[str],
+    reward_columns: set[str],
     eval_columns: Iterable[str],
-    checks_files: bool,
-    reads: Collection[str] | None,
+    open_file: Callable[..., FileDataset],
 ) -> dict[str, Dataset]:
     options = config.data
     check_sources(options, stages)
     if options.task is not None:
         return load_task(config, stages)
-    open_file = partial(_open_file, options, checks_files, reads)
     # stages with the same file share its rows, so that they are parsed once
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
@@ -91,7 +90,7 @@ def _load_datasets(
     for path, names in shared.items():
         kinds = {stages[stage] for stage in names}
         columns = {*chain.from_iterable(NEEDS[kind] for kind in kinds)}
-        scores = {*reward_columns} if "prompts" in kinds else set()
+        scores = reward_columns if "prompts" in kinds else set()
         if path is None:
             rows = mix(
                 [_open_section(config, section, columns, scores, open_file) for section in options.train], options.train
@@ -149,13 +148,6 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
     if config.data.eval_rows:
         datasets["eval"] = held_out
     return datasets
-
-
-def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise UserError if ranks cannot share a step's prompts equally."""
-    fits = prompts_per_step % ranks == 0
-    name = f"{stage}.prompts_per_step"
-    require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
 
 
 def _open_section(

@@ -14,7 +14,6 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import UserError, error_phase
-from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager, Resumed, load_checkpoint, remove_state, resume
 from minivlmrl.run.lock import locked
@@ -199,7 +198,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     world = trainer.world
     parts = []  # metrics per micro-batch, with their weights: tokens or answers
     # a trained vision tower alone needs no backward pass without images
-    trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
+    trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0

@@ -18,17 +18,12 @@ from minivlmrl.errors import print_traceback, user_error_message
 from minivlmrl.json_files import write_json
 
 
-def is_first() -> bool:
-    """Return True on rank 0, even without torch.distributed."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def report_user_error(message: str):
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or is_first():  # print once, not on every rank
+    if not error_file or os.environ.get("RANK", "0") == "0":  # print once, not on every rank
         print(message, file=sys.stderr, flush=True)
 
 

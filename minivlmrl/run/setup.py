@@ -20,7 +20,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
-from minivlmrl.errors import UserError
+from minivlmrl.errors import UserError, require
 from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.generation.sampler import find_engine
@@ -32,7 +32,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callbacks
-from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
+from minivlmrl.run.datasets import columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.tasks.registry import get_task
@@ -51,7 +51,9 @@ def prepare(
     for name in config.report_to:
         find_tracker(name)  # report a missing package before weights are loaded
     for stage in config.stage_names:
-        check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
+        prompts = getattr(config, stage).prompts_per_step
+        expected = f"a multiple of {world.size}, the number of ranks"
+        require(prompts % world.size == 0, f"{stage}.prompts_per_step", prompts, expected)
 
     # rows and processor
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}

@@ -128,8 +128,8 @@ class Trainer:
     is divided by the tokens or completions of the whole step.
 
     Args:
-        run: recipe; the section named after the stage has its options.
-            steps_done: optimizer steps already done, for a resume.
+        config: recipe; the section named after the stage has its options.
+        steps_done: optimizer steps already done, for a resume.
     """
 
     stage: str  # stage name, also its section in recipes

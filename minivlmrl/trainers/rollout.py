@@ -231,14 +231,10 @@ class RolloutTrainer(Trainer):
             group,
             group.completion_mask * to_device(is_trained, device)[:, None],
             normalizer,
-            self.ref_logps(group),
+            None if self.reference is None else self.reference.logps(group, self.temperature),
             samples=samples,
             sampler_logps=pad_sequence(logps, batch_first=True).to(device),
         )
-
-    def ref_logps(self, group: GroupBatch) -> Tensor | None:
-        """Compute reference log-probabilities (completions, tokens), None without a reference."""
-        return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities and entropies for completion tokens, at the sampling temperature."""
