@@ -176,7 +176,6 @@ class Token:
 
     ratio: float
     advantage: float
-    value: float
     weight: float  # gradient / -advantage, relative to ratio 1
 
 
@@ -191,8 +190,8 @@ def measured_tokens(loss: Examined) -> list[Token]:
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
-            value, slope = of_one_token(loss, ratio=ratio, advantage=advantage)
-            tokens.append(Token(ratio, advantage, value, slope / unit))
+            _, slope = of_one_token(loss, ratio=ratio, advantage=advantage)
+            tokens.append(Token(ratio, advantage, slope / unit))
     return tokens
 
 
@@ -201,11 +200,11 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
-    raised = sorted((token.ratio, token.weight, token.value) for token in tokens if token.advantage == 1)
-    trained = [weight for _, weight, _ in raised if weight] or [0.0]
-    smallest, largest = min(trained), max(trained)
-    stopped = [token.ratio for token in tokens if token.advantage == -1 and token.weight == 0]
-    cap = edge(loss, -1.0, min((ratio for ratio in stopped if ratio > 1.05 * high), default=math.inf))
+    weights = [token.weight for token in tokens if token.advantage == 1 and token.weight] or [0.0]
+    smallest, largest = min(weights), max(weights)
+    cap = edge(loss, 50.0, advantage=-1.0)
+    if cap < 1.05 * high:
+        cap = math.inf  # no dual clip
     one_bound = (
         f"only one bound: the ratio is clipped at {same:g} instead of {high:g}, because epsilon_high is not used"
     )
@@ -228,26 +227,22 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
             ("cispo",),
         ),
     ]
-    kept = [ratio for ratio, weight, _ in raised if weight]
-    if kept and raised[-1][2] == 0:  # masked tokens have value 0, clipped ones do not
-        outside = [ratio for ratio, weight, _ in raised if not weight]
-        first = edge(loss, 1.0, max((ratio for ratio in outside if ratio < kept[0]), default=0.0))
-        last = edge(loss, 1.0, min(ratio for ratio in outside if ratio > kept[-1]))
+    value, _ = of_one_token(loss, ratio=50.0)
+    if value == 0:  # masked tokens have value 0, clipped ones do not
+        first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= first) & (ratio <= last)), (), CLIPPED))
     return gates
 
 
-def edge(loss: Examined, advantage: float, outside: float) -> float:
-    """Return the ratio between 1 and `outside` where the token gradient becomes 0; `outside` if it is 0 or inf."""
-    if outside in (0, math.inf):
-        return outside
+def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
+    """Return the ratio between 1 and `outside` where the token gradient becomes 0, `outside` if it does not."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
         _, slope = of_one_token(loss, ratio=middle, advantage=advantage)
         inside, outside = (middle, outside) if slope else (inside, middle)
-    return (inside + outside) / 2
+    return outside
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
@@ -473,19 +468,21 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     tokens = zip(logps.tolist(), ref.tolist(), strict=True)
     pairs = [kl_of_one_token(loss, advantage=0.0, logp=logp, ref=ref_logp) for logp, ref_logp in tokens]
     values, slopes = torch.tensor(pairs, dtype=torch.float64).T
-    value = (logps.exp() * values).sum()
-    # d log-probability / d logits
-    jacobian = torch.autograd.functional.jacobian(lambda x: x.log_softmax(0), logits)
-    gradient = (logps.exp() * slopes) @ jacobian
-    right_value, right_gradient = kl_and_gradient(logits, ref)
-    has_gradient = not loss.differ(gradient, right_gradient)
+    probs = logps.exp()
     log_ratio = logps - ref
+
+    def with_respect_to_logits(x: Tensor) -> Tensor:
+        return probs * (x - probs @ x)
+
+    value, right_value = probs @ values, probs @ log_ratio
+    gradient, right_gradient = with_respect_to_logits(slopes), with_respect_to_logits(log_ratio)
+    has_gradient = not loss.differ(gradient, right_gradient)
     others = {"|log(pi / pi_ref)|": log_ratio.abs(), "log(pi / pi_ref)^2 / 2 (k2)": log_ratio.square() / 2}
-    other = next((says for says, x in others.items() if not loss.differ(value, (logps.exp() * x).sum())), None)
+    other = next((says for says, x in others.items() if not loss.differ(value, probs @ x)), None)
     if loss.differ(value, right_value) and not has_gradient and other:
         yield Finding(f"the KL is the mean of {other}, whose gradient is not that of KL(policy || reference)", "note")
     elif loss.differ(value, right_value) and not has_gradient:
-        swapped = (logps.exp() * (log_ratio.expm1() - log_ratio)).sum()
+        swapped = probs @ (log_ratio.expm1() - log_ratio)
         why = "" if loss.differ(value, swapped) else ". Policy and reference are swapped"
         yield Finding(
             "the KL is not that of policy and reference. Smallest batch: one token, averaged over a vocabulary of 7 "
@@ -502,14 +499,6 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
             f"gradients is {cosine:.2f}. This is the gradient of k3; k3 times the ratio has the right one",
             "note",
         )
-
-
-def kl_and_gradient(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(policy || reference) and its gradient with respect to the policy logits."""
-    logits = logits.clone().requires_grad_()
-    logps = logits.log_softmax(0)
-    kl = (logps.exp() * (logps - ref)).sum()
-    return kl.detach(), torch.autograd.grad(kl, logits)[0]
 
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
