@@ -231,15 +231,13 @@ def as_json(findings: list[Finding], d: Dump) -> dict:
     """Return the results per stage as a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
-        stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}
-        stage |= {"agrees": finding.ok, "error": finding.error if math.isfinite(finding.error) else None}
-        stage |= {"explained": [], "doubts": finding.doubts()}
+        explained = []
         for bug in finding.explained:
-            names = ", ".join(name for name in bug.change if name not in ("inside", "c"))
-            stage["explained"].append(
-                {"error": bug.error, "kind": bug.kind, "causes": [{"name": names, "says": bug.says}]}
-            )
-        stages.append(stage)
+            name = ", ".join(bug.change)
+            explained.append({"error": bug.error, "kind": bug.kind, "causes": [{"name": name, "says": bug.says}]})
+        error = finding.error if math.isfinite(finding.error) else None
+        others = {"agrees": finding.ok, "error": error, "explained": explained, "doubts": finding.doubts()}
+        stages.append(vars(finding) | others)
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),

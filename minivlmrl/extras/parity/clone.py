@@ -6,6 +6,7 @@ log-probabilities. Arguments are bound by name, in the usual layouts; compile_al
 
 import ast
 import contextlib
+import inspect
 import math
 import os
 import re
@@ -149,31 +150,27 @@ class Candidate:
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
         """Return a loss f(batch, options) that calls the function in a layout."""
-        needed, optional = parameters(self.node, bool(self.owner))
-        logps = [name for name in (*needed, *optional) if meaning(name, TENSORS) == "logps"]
         arguments = [x for x in ast.walk(self.node.args) if isinstance(x, ast.arg)]
         choices = {x.arg: first_choice(x) for x in arguments if first_choice(x) is not None}
 
         def loss(batch: dict, options: dict):
             case = Case(batch, options, *layout)
+            function = self.function(case)
             given = {}
-            for name in (*needed, *optional):
-                x = case.by_name(name, "old" if name in logps[1:] else "logps")
-                if x is not None or name in needed:
-                    given[name] = choices.get(name, Answers(case)) if x is None else x
-            return scalar(self.function(case)(**given), batch["mask"], options)
+            logps = "logps"
+            for name, parameter in inspect.signature(function).parameters.items():
+                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    continue
+                x = case.by_name(name, logps)
+                if meaning(name, TENSORS) == "logps":
+                    logps = "old"  # the first are those of the policy
+                if x is not None:
+                    given[name] = x
+                elif parameter.default is parameter.empty:
+                    given[name] = choices.get(name, Answers(case))
+            return scalar(function(**given), batch["mask"], options)
 
         return loss
-
-
-def parameters(node: ast.FunctionDef, is_method: bool) -> tuple[list[str], list[str]]:
-    """Return the parameter names without and with a default."""
-    a = node.args
-    positional = [x.arg for x in a.posonlyargs + a.args]
-    count = len(positional) - len(a.defaults)
-    is_bound = is_method and not any(ast.unparse(x) == "staticmethod" for x in node.decorator_list)
-    keywords = [[x.arg for x, y in zip(a.kwonlyargs, a.kw_defaults, strict=True) if bool(y) == has] for has in (0, 1)]
-    return positional[is_bound:count] + keywords[0], positional[count:] + keywords[1]
 
 
 def first_choice(argument: ast.arg) -> str | int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
+from torch.optim import Adam
 
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.formulas import clipped
@@ -237,17 +238,15 @@ def update(d: Dump, change: Change) -> Answer:
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     """Return a weight after one AdamW step; `state`: Adam's first and second moment."""
-    rate = options["learning_rate"]
-    eps = change("eps", options["eps"])
-    beta1, beta2 = options["betas"]
-    step = change("step", options["step"])
+    weight = weight.clone()
+    weight.grad = gradient
+    numbers = {"lr": options["learning_rate"], "betas": options["betas"], "eps": change("eps", options["eps"])}
     is_coupled = change("coupled", False)  # Adam with L2 regularization: decay inside the gradient
-    slope = gradient + decay * weight * is_coupled
-    m = state[0].lerp(slope, 1 - beta1)
-    v = state[1].lerp(slope.square(), 1 - beta2)
-    correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
-    root = (v / correction2).sqrt() + eps
-    return weight * (1 - rate * decay * (not is_coupled)) - rate * m / correction1 / root
+    optimizer = Adam([weight], **numbers, weight_decay=decay, decoupled_weight_decay=not is_coupled)
+    step = torch.tensor(change("step", options["step"]) - 1.0)
+    optimizer.state[weight] = {"step": step, "exp_avg": state[0].clone(), "exp_avg_sq": state[1].clone()}
+    optimizer.step()
+    return weight
 
 
 def schedule(d: Dump, change: Change) -> Answer:

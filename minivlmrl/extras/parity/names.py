@@ -74,17 +74,11 @@ def encoded_again(s):
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
 
-def normalized_again(s, correction: int, epsilon: float):
-    parts = [s.x[part] for part in s.micro_batches]
-    return torch.cat([(x - x.mean()) / (x.std(correction=correction) + epsilon) for x in parts])
-
-
 def of_answers(column: int) -> dict[str, Callable]:
     """Return bugs in the chosen (0) or rejected (1) answer."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
-        f"is detached for the {answer} answer": lambda s: s.x - wrong * (s.x - s.x.detach()),
         f"is left out for the {answer} answer": lambda s: s.x - wrong * s.x,
         f"has the wrong sign for the {answer} answer": lambda s: s.x - 2 * wrong * s.x,
     }
@@ -223,11 +217,10 @@ FORMULAS: dict[str, dict[str, Any]] = {
             lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
         "the mean of the rows is only over rows with a token":
             lambda s: row_mean(s.terms, s.mask).sum() / s.completion_mask.any(1).sum(),
-        **{
-            f"advantages are normalized again within each micro-batch{text}, with an epsilon of {epsilon:g}":
-                {"advantages": partial(normalized_again, correction=correction, epsilon=epsilon)}
-            for correction, text in ((1, ""), (0, " by the biased standard deviation"))
-            for epsilon in (1e-8, 1e-6, 1e-4)
+        "advantages are normalized again within each micro-batch": {
+            "advantages": lambda s: torch.cat([
+                (x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)
+            ]),
         },
         "the sum of a row is divided by the lengths of all rows, because (B,) and (B, 1) are broadcast": lambda s: (
             s.terms.sum(1) / s.mask.sum(1, keepdim=True).clamp(min=1)
@@ -454,10 +447,11 @@ FORMULAS: dict[str, dict[str, Any]] = {
             lambda s: torch.where(s.is_stop(s.x), s.about.get("pad_token_id", -1), s.x),
     },
     "pixels: training uses another model": {
-        "images are BGR instead of RGB": lambda s: s.x.unflatten(1, (3, -1)).flip(1).flatten(1),
+        "the images are gray": lambda s: 0 * s.x,
     },
     "positions: training uses another model": {
         "positions are 1-D, without M-RoPE": lambda s: s.indices,
+        "positions of the completion continue from the number of tokens": lambda s: s.indices.where(s.own, s.x),
         "positions of the completion continue from the largest position of each axis":
             lambda s: s.x if s.own[0] else (s.x[:, ~s.own].amax(1, True) + s.own.cumsum(0)).where(s.own, s.x),
     },

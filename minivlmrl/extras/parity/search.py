@@ -305,7 +305,8 @@ class Search:
 
     def is_few(self, region: Region) -> bool:
         """Return whether fewer than two rows or groups are wrong: too few to fit a number."""
-        return not self.d.case_tolerance and count_groups(self.name, region.of(self.base), self.d) < 2
+        d = self.d
+        return not d.case_tolerance and d.part is None and count_groups(self.name, region.of(self.base), d) < 2
 
     def factors(self) -> list[Bug]:
         """Return bugs such as "all values are divided by the number of rows", or "are 8 times as large"."""
