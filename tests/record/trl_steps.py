@@ -39,11 +39,7 @@ AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
 INPUTS["sampling_per_token_logps"] = "sampler_logps"
 # {name in TRL's model outputs: [name in a recorded step, name of the gradient]}
-OUTPUTS = {
-    "log_probs": ["per_token_logps", "logps_gradient"],
-    "entropy": ["entropies", "entropies_gradient"],
-    "log_sum_sq_probs": ["log_sum_sq_probs", ""],
-}
+OUTPUTS = {"log_probs": ["per_token_logps", "logps_gradient"], "log_sum_sq_probs": ["log_sum_sq_probs", ""]}
 SMOOTHED_LOSSES = {"robust", "exo_pair", "aot", "aot_unpaired"}  # DPO losses that use label_smoothing in TRL
 
 
@@ -101,6 +97,11 @@ def grpo_options(trainer) -> dict:
     config = dict(vars(trainer.args))
     sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
+    if config["entropy_coef"] or config["use_adaptive_entropy"] or config["top_entropy_quantile"] != 1.0:
+        raise ValueError(
+            "`parity` does not support losses with entropies. Set entropy_coef to 0, use_adaptive_entropy to False, "
+            "and top_entropy_quantile to 1."
+        )
     if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
     return {
@@ -393,11 +394,7 @@ class grpo_steps(Steps):
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
-        """Return the masks of a micro-batch, and record whether TRL's adaptive entropy bonus is on."""
-        trainer = self.trainer
-        if trainer.args.use_adaptive_entropy:
-            is_on = trainer._last_world_entropy <= trainer.args.entropy_target
-            self.about["loss"]["entropy_coef"] = trainer.entropy_coef * is_on
+        """Return the masks of a micro-batch."""
         completion_mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         return {
             "completion_mask": completion_mask,
@@ -406,7 +403,7 @@ class grpo_steps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record log-probabilities and entropies (n, T) and their gradients, which become 0 where `mask` is 0."""
+    """Record log-probabilities (n, T) and their gradients, which become 0 where `mask` is 0."""
     for output_name, (name, slope_name) in OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:

@@ -4,10 +4,7 @@ The loss is recomputed from recorded advantages: wrong advantages must not make 
 """
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivlmrl.errors import UserError, error_context
@@ -20,7 +17,6 @@ from minivlmrl.extras.parity.search import (
     TOLERANCE,
     Bug,
     all_gaps,
-    computed,
     count_groups,
     error,
     find_bugs,
@@ -28,12 +24,11 @@ from minivlmrl.extras.parity.search import (
     gaps,
     lines_of,
     names_of,
-    possible_bugs,
 )
-from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError, read
+from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
 # {stage: earlier stages}: skip it if one of them is wrong
-WITHOUT = {"mask": {"tokens"}, "gradients": {"logps", "entropies"}}
+WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
 SECONDS = 30.0  # search limit per stage, on the command line
 
 
@@ -115,21 +110,8 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
             both = {bug.says for bug in finding.explained}
             earlier.explained = [bug for bug in earlier.explained if bug.says in both]
             return
-    # logps and entropies come from the same forward pass
-    if finding.stage != "entropies" or "logps" not in differing:
-        search = find_bugs(finding.stage, d, seconds)
-        finding.explained, finding.has_ended = search.explained, search.has_ended
-
-
-def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield (topic, whether the bug would change no number in the step) per bug."""
-    answer = computed(name, d, {})
-    for bug in possible_bugs(name, d):
-        shows = bug.of.about and not (bug.is_scoped or bug.is_fitted)
-        other_answer = computed(name, d, bug.change) if shows else None
-        if other_answer:
-            pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
-            yield bug.of.about, error(pairs) <= TOLERANCE
+    search = find_bugs(finding.stage, d, seconds)
+    finding.explained, finding.has_ended = search.explained, search.has_ended
 
 
 def where(answer: dict) -> list[str]:
@@ -154,21 +136,10 @@ def where(answer: dict) -> list[str]:
 def report(findings: list[Finding], d: Dump) -> str:
     """Return the text that `parity` prints about a recorded step."""
     lines = []
-    topics = defaultdict(list)
     for finding in findings:
         lines += finding_lines(finding)
-        if finding.ok and finding.stage not in THROUGH_A_MODEL:
-            d.deadline = time.thread_time() + SECONDS
-            # at the time limit, count only simulated bugs
-            with suppress(SearchEndedError):
-                for about, is_unseen in unseen(finding.stage, d):
-                    topics[about].append(is_unseen)
-            d.deadline = math.inf
     lines += [f"note: {note}" for note in notes(d)]
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
-    for about, flags in topics.items():
-        if 2 * sum(flags) >= len(flags):
-            lines.append(f"cannot reveal: {sum(flags)} of {len(flags)} mistakes in {about}")
     return "\n".join(lines)
 
 

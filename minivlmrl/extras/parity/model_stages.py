@@ -28,11 +28,10 @@ AFTER_FORWARD = {"logps", "mode"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
-    """Load a model from a folder, and compute log-probabilities and entropies for the row indices `part`.
+    """Load a model from a folder, and compute log-probabilities for the row indices `part`.
 
     Returns:
-        (2, n, S) log-probabilities and entropies, 0 in all other rows, and the model, None if all rows came from the
-        cache.
+        (n, S) log-probabilities, 0 in all other rows, and the model, None if all rows came from the cache.
 
     Raises:
         SearchEndedError: after the deadline.
@@ -42,7 +41,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     attended = change("attended", d["attention_mask"].bool() | d["completion_mask"].bool())
     model = None
     cache = {} if grad else d.cache
-    value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
+    value = torch.zeros(len(d.all_rows), d.width, dtype=torch.float64)
     for row, picture_row in zip(part.tolist(), change("picture rows", d.all_rows)[part], strict=True):
         d.check_time()
         key = (folder, row, deviations)
@@ -52,18 +51,18 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
                 model = load_model(folder, torch.float64).requires_grad_(grad)
             cache[key] = row_logps(d, change, model, row, attended[row], images[picture_row])
-        value[:, row] = cache[key]
-    return torch.stack([change("logps", x) for x in value]), model
+        value[row] = cache[key]
+    return change("logps", value), model
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
-    """Return (2, S): log-probability and entropy per completion token, 0 elsewhere."""
+    """Return the log-probabilities (S,) of completion tokens, 0 elsewhere."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # positions of attended tokens, starting at 1
     # first token in a row: no log-probability
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
-    value = torch.zeros(2, d.width, dtype=torch.float64)
+    value = torch.zeros(d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
@@ -72,9 +71,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits / temperature).log_softmax(-1)
     labels = change("labels", d["input_ids"][row][scored_columns])
-    logps = change("scores", log_probs.gather(1, labels[:, None])[:, 0])
-    entropies = -(log_probs.exp() * log_probs).sum(-1)
-    value[:, scored_columns] = torch.stack([logps, entropies])
+    value[scored_columns] = change("scores", log_probs.gather(1, labels[:, None])[:, 0])
     return value
 
 
@@ -128,7 +125,7 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute recorded log-probabilities or entropies with the model folder named in step.json."""
+    """Recompute recorded log-probabilities with the model folder named in step.json."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
@@ -141,7 +138,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     steps = d.get("rollout_step", d.all_rows * 0)
     for step in steps[rows].unique():  # weights differ between rollout steps
         outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), rows[steps[rows] == step])
-        ours += outputs[int(name == "entropies")]
+        ours += outputs
     ours = change("mode", ours * counted_mask, theirs=theirs, folder=folder)
     # samplers, such as vLLM, compute in 16 bits
     unit = THROUGH_A_MODEL * HALF if name == "sampler_logps" else model_unit(d)
@@ -185,11 +182,9 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
     if number not in d.cache:
-        slopes = d["logps_gradient"]
-        weights = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
         value, model = forward(d, Change(d, {}), d.about["model"], d.micro_batches[number], grad=True)
         if value.requires_grad:  # False if no row has a token to train on
-            (value * weights).sum().backward()
+            (value * d["logps_gradient"]).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         d.cache[number] = {name: x.double() for name, x in gradients.items() if x is not None}
     return d.cache[number]

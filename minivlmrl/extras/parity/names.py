@@ -118,10 +118,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
 # computations to which a bug may be limited, such as a mask that is wrong only in token counts
-SCOPES = [
-    ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
-    ("grpo, sft", ["the sum", "the count", "the ratio"], "mask"),
-]
+SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # {target and effect: {bug: formula}}
 FORMULAS: dict[str, dict[str, Any]] = {
@@ -507,7 +504,7 @@ class Target:
     effect: str  # how the mistakes change the training
     stages: str = ""  # stages and loss kinds, separated by commas
     source: str = ""  # code line, paper, issue or pull request
-    about: str = ""  # feature that reveals the mistakes
+    about: str = ""  # clipping or padding
     needs: str = "input_ids"  # required tensor
     used_by: str = ""  # projects that do so on purpose, with their option: the bug is a design
     threshold: float = 0.0  # a smaller fitted number makes the design a mistake

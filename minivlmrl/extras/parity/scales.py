@@ -2,7 +2,7 @@
 
 import math
 
-OF_FORWARD = ("logps", "entropies", "logps of old", "logps of sampler", "logps of reference", "gradients")
+OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference", "gradients")
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:

@@ -29,7 +29,6 @@ TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-
 # {stage: (recomputed tensor, step.json field with the model folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
-    "entropies": ("entropies", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
     "logps of sampler": ("sampler_logps", "old_model"),
     "logps of reference": ("ref_per_token_logps", "ref_model"),

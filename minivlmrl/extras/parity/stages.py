@@ -26,7 +26,7 @@ from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.step_format import OPTIONS, term_arguments
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, correct_kl, importance_ratio, kl_term
-from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
+from minivlmrl.losses.grpo_variants import off_policy_mask
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 
 Answer = Mapping[str, tuple[Tensor, Tensor, Tensor | float]] | None
@@ -194,29 +194,25 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute losses per micro-batch, and gradients (n, S) with respect to log-probabilities and entropies."""
+    """Recompute losses per micro-batch, and the gradient (n, S) with respect to log-probabilities."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
-    outputs = ("per_token_logps", "entropies")
-    leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
-    losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    # + 0 * leaves: autograd raises an error for a loss without a gradient
-    total = losses.sum() + 0 * leaves[0].sum()
-    slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
+    leaf = d["per_token_logps"].clone().requires_grad_()
+    losses, units = LOSSES[d.about["kind"]](leaf, change)
+    # + 0 * leaf: autograd raises an error for a loss without a gradient
+    [slope] = torch.autograd.grad(losses.sum() + 0 * leaf.sum(), leaf)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # the KL gradient has large rounding errors in float32, so the tolerance grows with beta
-    beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
-    rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
-    is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
-    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
-        if d.has(name):
-            theirs = d[name]
-            # gradients of 0 at padding: a trainer may skip its log-probabilities
-            slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
-            unit = max(slope.abs().max(), theirs.abs().max()) + rounding
-            answer[name] = theirs, slope, unit
+    if d.has("logps_gradient"):
+        theirs = d["logps_gradient"]
+        # gradients of 0 at padding: a trainer may skip its log-probabilities
+        is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
+        slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
+        # the KL gradient has large rounding errors in float32, so the tolerance grows with beta
+        beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
+        rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
+        answer["logps_gradient"] = theirs, slope, max(slope.abs().max(), theirs.abs().max()) + rounding
     return answer
 
 
@@ -258,7 +254,7 @@ def loss_options(change: Change) -> Any:
 class PolicyPieces:
     """Tensors (n, S) in the GRPO loss, such as importance ratios."""
 
-    def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
+    def __init__(self, logps: Tensor, change: Change):
         d = change.d
         self.change = change
         self.options = loss_options(change)
@@ -266,12 +262,6 @@ class PolicyPieces:
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
-        self.entropies = entropies
-        counted = mask_in(change, "the sum")
-        # top_entropy_quantile=0.2: the 20 % of tokens in a micro-batch with the highest entropies
-        self.kept = counted.clone()
-        for part in d.micro_batches:
-            self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
         self.ref_log_ratio = self.per_token_logps - self.ref_per_token_logps
         self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
 
@@ -290,12 +280,12 @@ class PolicyPieces:
         return (d.exp() - d - 1).double()
 
 
-def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
+def policy(logps: Tensor, change: Change) -> Tensor:
     total = torch.zeros(2, len(change.d.micro_batches))
-    shared = PolicyPieces(logps, entropies, change)
+    shared = PolicyPieces(logps, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
-        pieces = shared if inside is change else PolicyPieces(logps, entropies, inside)
+        pieces = shared if inside is change else PolicyPieces(logps, inside)
         weight = getattr(pieces.options, weight_name, 1.0)
         if weight:
             total = total + weight * term(pieces, inside)
@@ -308,7 +298,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     no_mismatch = torch.ones(len(d.all_rows), 1)
     correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     arguments = term_arguments(options)
-    weights = pieces.kept
+    weights = mask_in(change, "the sum")
     if options.loss_type == "vespo":
         arguments["importance_sampling_ratio"] = correction
     else:
@@ -337,21 +327,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
-def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    counted = mask_in(change, "the count")
-    means = []
-    for part in change.d.micro_batches:
-        means.append(mean_entropy(pieces.entropies[part], pieces.kept[part], normalizer_of(part, counted, change)))
-    means = torch.stack(means)
-    return torch.stack([-means, means.detach()])
-
-
 # {term in the GRPO loss: (function, option with its weight)}
-POLICY_TERMS = {
-    "the policy's term": (policy_term, ""),
-    "the KL": (kl_term_of, "beta"),
-    "the mean entropy": (entropy_term, "entropy_coef"),
-}
+POLICY_TERMS = {"the policy's term": (policy_term, ""), "the KL": (kl_term_of, "beta")}
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
@@ -373,7 +350,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     return torch.stack(results, 1)
 
 
-def preferences(logps: Tensor, _, change: Change) -> Tensor:
+def preferences(logps: Tensor, change: Change) -> Tensor:
     return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
 
@@ -405,7 +382,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
     return torch.stack([value, value.detach().abs() + 1e-2])
 
 
-def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
+def demonstrations(logps: Tensor, change: Change) -> Tensor:
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":

@@ -16,8 +16,8 @@ names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # required in all steps
 # (n, S) values per token for n rows with S tokens; (n, T) is for the last T tokens
 BY_TOKEN = NEEDED + names(
-    "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps entropies "
-    "log_sum_sq_probs logps_gradient entropies_gradient"
+    "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps "
+    "log_sum_sq_probs logps_gradient"
 )
 # tensors (n, ...)
 BY_ROW = BY_TOKEN + names(
@@ -46,8 +46,6 @@ class PolicyOptions:
     beta: Annotated[float, "[0, inf)"] = 0.0
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = True
-    top_entropy_quantile: float = 1.0
-    entropy_coef: float = 0.0
     delta: float | None = None
     kl_straight_through: bool = False
     off_policy_mask_threshold: float | None = None

@@ -181,22 +181,6 @@ def without_temperature(put, trainer):
     resolve_name("trl.trainer.utils:add_fused_lm_head")(trainer.model, outputs=("log_probs", "entropy"))
 
 
-def unscaled_entropies(put, trainer):
-    """Take the entropies from logits that are not divided by the temperature."""
-    scaled = trainer.model.forward
-    without_temperature(put, trainer)
-    unscaled = trainer.model.forward
-
-    @functools.wraps(scaled)  # transformers reads the argument names
-    def forward(*arguments, **options):
-        output = scaled(*arguments, **options)
-        if options.get("fused_lm_head"):
-            output.entropy = unscaled(*arguments, **options).entropy
-        return output
-
-    trainer.model.forward = forward
-
-
 def label_texts(put, trainer):
     """Compute the loss on all tokens except images and padding."""
 
@@ -368,10 +352,6 @@ TRL_BUGS = {
         f"{NO_NAN}; {NORMALIZED}"),
     "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
-    "entropies_of_unscaled_logits": InTRL("entropies", "not divided by the temperature", unscaled_entropies,
-        {"temperature": 0.6, "entropy_coef": 0.1}),
-    "entropy_quantile_ignored": loss("top_entropy_quantile is ignored", "if entropy_mask is not None:", "if False:",
-        {"top_entropy_quantile": 0.5, **OFF}),
     "prompt_texts_trained": InTRL("mask", "also counts the text of the prompt", label_texts, kind="sft"),
     "means_added": loss("each micro-batch is averaged by itself, and the means are added", f"{SUM} / normalizer\n",
         f"{SUM} / mask.sum()\n"),

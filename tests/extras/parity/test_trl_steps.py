@@ -94,6 +94,8 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
 def test_label_smoothing_is_rejected_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="`parity` does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
+    with pytest.raises(ValueError, match=r"`parity` does not support losses with entropies\. Set entropy_coef to 0"):
+        STEPS_OF["grpo"](trl_fixtures.grpo(folder, tmp_path / "entropy", entropy_coef=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
@@ -121,7 +123,6 @@ HEALTHY = {
         {"loss_type": "grpo"}, {"temperature": 1.7, "top_k": 5, "beta": 0.3, "use_bias_correction_kl": False},
         {"learning_rate": 0.0}, {"beta": 0.1, **OFF, **SYNCED},
         {"gradient_accumulation_steps": 1, "num_generations": 2}, {"max_completion_length": 1, "beta": 0.1},
-        {"gradient_accumulation_steps": 4, "rows": 8, "use_adaptive_entropy": True, "entropy_target": 9.0},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 8},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"bf16": True, "beta": 0.1, **OFF},
@@ -178,7 +179,7 @@ def test_the_command_names_a_bug_under_autocast(folder, tmp_path, capsys, monkey
     assert main([str(tmp_path / "0")]) == 1
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if "DIFFERS" in line] == ["loss"]
-    assert all(f"\n{stage} " in out for stage in ("logps", "entropies", "gradients"))
+    assert all(f"\n{stage} " in out for stage in ("logps", "gradients"))
     assert "all values are divided by the number of micro-batches" in out and "no known cause" not in out
     assert "note: the model ran in bfloat16 (autocast), so log-probabilities agree if" in out
     assert "not in this step: pictures, logps of old, logps of sampler" in out
