@@ -1,7 +1,9 @@
 """Turn an out-of-memory error into one sentence: phase, longest row, and an option to change."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from torch.optim import Optimizer
 
@@ -15,6 +17,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.registry import find_trainer
 
 
 class OutOfMemory(UserError):
@@ -95,11 +98,12 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
-    gathers = config.uses_fsdp and config.rollout.gather_weights
+    # an environment needs gathered weights: one rank alone reads a tool's result
+    gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
     options = {
         "sampling batch": smaller_sampling_batch(config, phase),
         "layer by layer": gathers and "--rollout.gather_weights=false",
-        "micro-batch": smaller_micro_batch(config, stage) if stage else "",
+        "micro-batch": smaller_micro_batch(config, stage, gpus) if stage else "",
         "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
         "sharding": gpus > 1 and not config.uses_fsdp and "--sharding.enabled=true",
         "recomputation": not model.activation_checkpointing and "--model.activation_checkpointing=true",
@@ -118,11 +122,24 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
     return f"--sampling.max_batch_tokens={lower}" if lower >= smallest else ""
 
 
-def smaller_micro_batch(config: RunConfig, stage: str) -> str:
+def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
     section = getattr(config, stage)
-    if section.micro_batch_size > 1:
-        size = min(section.micro_batch_size, section.prompts_per_step) // 2
-        return f"--{stage}.micro_batch_size={max(1, size)}"
-    if getattr(section, "max_tokens_per_micro_batch", 0) is None:
+    size = min(section.micro_batch_size, section.prompts_per_step // gpus)
+    for smaller in range(size // 2, 0, -1):
+        if accepts(config, stage, smaller):
+            return f"--{stage}.micro_batch_size={smaller}"
+    if size == 1 and getattr(section, "max_tokens_per_micro_batch", 0) is None:
         return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
     return ""
+
+
+def accepts(config: RunConfig, stage: str, micro_batch_size: int) -> bool:
+    """Return True if the stage would train with micro-batches of this size."""
+    section = replace(getattr(config, stage), micro_batch_size=micro_batch_size)
+    changed = copy.copy(config)
+    setattr(changed, stage, section)
+    try:
+        find_trainer(stage, changed).check(changed)
+    except UserError:
+        return False
+    return True
