@@ -214,9 +214,9 @@ def ending(curves: dict, method: str) -> str:
     if not seeds:
         return ""
     base = COMPARED[method]
-    of_seeds = f"the mean of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    of_seeds = f"mean over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
     return f"""
-![Accuracy of {NAMES[method]} and of {NAMES[base]} over {STEPS} steps]({method}.svg)
+![Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[base]}]({method}.svg)
 
 [Accuracy after {STEPS} steps](README.md#what-was-measured), {of_seeds}: {final(curves, method, seeds)} with
 {NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}.
@@ -236,13 +236,13 @@ def table(curves: dict, blind: dict) -> str:
     return (
         f"""## What was measured
 
-Accuracies on the built-in task of minimal.py: two answers to each of {HELD_OUT} images (mean, smallest and largest).
-For a seed, all methods begin with the same model, which SFT trained for 40 steps. They train for {STEPS} steps (160 in
-`python minimal.py`) with the options of the built-in task. GSPO, CISPO and DPPO run together with [several
-steps](several_steps.md). The teacher of on-policy distillation is the model of the GRPO run. No option was tuned for a
-method. A tiny task and few seeds show that a diff trains, not which method is better for your model.
+Accuracy in minimal.py's built-in task, with its options: two answers to each of {HELD_OUT} images (mean, smallest and
+largest). With one seed, all methods begin with the same model after 40 SFT steps, and train for {STEPS} steps (160 in
+`python minimal.py`). GSPO, CISPO and DPPO run together with [several steps](several_steps.md), and the GRPO model teaches
+on-policy distillation. No option was tuned for a method. A tiny task and few seeds show that a diff trains, not which
+method is better for your model.
 
-Blind is the accuracy with gray pictures. A guess is right in 1 of 12 cases (0.08); GRPO has
+Blind: accuracy with gray pictures. A guess is right in 1 of 12 cases (0.08); GRPO has
 {spread([*blind.get("grpo", {}).values()])}. Older runs were not measured again.
 
 | method | accuracy | blind | compared with | its accuracy | seeds |

@@ -63,7 +63,7 @@ def test_a_page_ends_with_the_mean_and_the_range_of_both_methods(tmp_path):
     curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
     blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
     texts = papers.written(curves, blind)
-    shown = "the mean of 2 seeds: 0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO."
+    shown = "mean over 2 seeds: 0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO."
     assert shown in texts["rloo.md"]
     row = "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) | GRPO | 0.30 (0.20 to 0.40) | 2 |"
     assert row in texts["README.md"] and "GRPO has\n0.10. Older" in texts["README.md"]
