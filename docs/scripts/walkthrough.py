@@ -27,92 +27,86 @@ OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8}
 HEAD = """\
 # Walkthrough
 
-A GRPO step turns an image into new weights in eleven functions of [minimal.py](../minimal.py). Each section names one,
-and shows shape, dtype and first values of its tensors for one image and one question. `python -m docs.scripts.step`
-writes docs/step.html, which shows [each line](scripts/step.py) of these functions next to its tensors:
+In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. Sections below show their
+tensors for one image and one question: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html,
+which shows [each line](scripts/step.py) next to its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
-All numbers come from the tiny model of `python minimal.py` after only 15 SFT steps, when its completions still differ.
-The weights are float64, so other machines print the same numbers.
+All numbers come from minimal.py's tiny model after only 15 SFT steps, when its completions still differ. The weights are
+float64, so other machines print the same numbers.
 
 ![A GRPO step as a flow chart](images/step.svg)
 
-P is the number of patches, L is the number of tokens in the prompt, G is the number of completions, and T is the number
-of tokens in the longest completion.
+Sizes: P patches, L prompt tokens, G completions, and T tokens in the longest completion.
 """
 # sections: title, function, variables to print, and text, in which names in braces become numbers
 SECTIONS = """\
 # Patches: patchify image frames patches
 `patchify` cuts the image into {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x
-{side} = {numbers} normalized values, because a still image has two equal frames. The four patches that later become
-one image token stand next to each other.
+{side} = {numbers} normalized values, because a still image has two equal frames. The four patches for one image token
+are adjacent rows.
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
 # Prompt: render ids
-The chat template puts the question into a conversation. In the prompt, the placeholder `<|image_pad|>` stands for each
-of the {merged} image tokens.
+The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each of the {merged} image
+tokens.
 
 # Positions: mrope_positions
-Each token has a position in time, a row and a column. For a text token, the three positions are equal. They rise by 1
-from one token to the next. If an image begins at position p, its token in row i and column j has the positions p, p + i
-and p + j. The text after the image continues from the largest position, as [this picture](images/mrope.svg) shows.
+A token has three positions: time, row and column. For text tokens, they are equal, and rise by 1 from token to token. If
+an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. Text after the image
+continues from the largest position ([picture](images/mrope.svg)).
 
 # Vision tower: Vision.forward patches return
-The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends only to the patches in
-its window. In the second block, it attends to the whole image. A small MLP, the merger, turns four patches into one
-image token, a vector as wide as a word embedding.
+Two blocks turn patches into vectors. In the first, a patch attends only to patches in its window, in the second to the
+whole image. A small MLP, the merger, turns four patches into one image token, a vector as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
-The image tokens replace the embeddings of the placeholders. The angles of a token's rotary embedding come from its
-positions in time, row and column. The causal mask lets each token attend to itself and the tokens before it. The
-decoder layers return a hidden state for each token, and keep the prompt's keys and values, which all completions use.
+Image tokens replace the placeholders' embeddings. A token's three positions give the angles for its rotary embedding.
+The causal mask lets a token attend to itself and the tokens before it. The decoder layers return one hidden state per
+token, and keep the prompt's keys and values, which all completions use.
 
 # Completions: sample probabilities
-The model processes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
-completions have ended. The mask is False for the tokens after the end of a completion.
+The model processes the prompt once. Then `sample` adds one token at a time to the {G} completions, until all have ended.
+The mask is False after a completion's end.
 
 # Log-probabilities: log_probabilities states logits return
-The hidden state before a token gives {vocab} logits, one for each token of the vocabulary. The log-probability of a
-token is its logit minus the logsumexp over all logits. In this picture, a darker token had a lower log-probability:
+The hidden state before a token gives {vocab} logits, one per vocabulary token. A token's log-probability is its logit
+minus the logsumexp over all logits. In this picture, darker tokens had lower log-probabilities:
 
 ![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
 
 # Rewards: reward
-A completion gets 0.5 for its tags in the right form, and 1 more for the right answer, here {solution!r}. At the end of
-this section, you see the {G} completions with their rewards.
+A completion gets 0.5 for well-formed tags, and 1 more for the right answer, here {solution!r}:
 
 # Advantages: group_advantages return
-The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), where the mean and the standard
-deviation are those of the rewards in its group.
+A completion's advantage is (reward - mean) / (standard deviation + 0.0001), with mean and standard deviation over its
+group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, three models have the same weights: the policy, the model that sampled the completions, and the
-reference. So all ratios are 1, and the KL is 0. The loss is about 0, because the advantages of a group add up to 0, but
-[its gradient is not 0](metrics.md#why-is-my-loss-0).
+In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and the KL is 0. The loss is
+about 0, because advantages in a group add up to 0, but [its gradient is not 0](metrics.md#why-is-my-loss-0).
 
 # Update: train
-The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
-by about the learning rate, {learning_rate:g}. The GRPO update makes right answers more likely, and completions without
-tags such as `<answer>` less likely. A wrong answer with tags may also become more likely, because right answers contain
-the same tags.
+The gradient reaches every module, the vision tower through the image tokens. AdamW changes each weight by about the
+learning rate, {learning_rate:g}. Right answers become likelier, and completions without tags such as `<answer>` less
+likely. A wrong answer with tags may also become likelier, because right answers contain the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
 FOOT = """
 ## In the package
 
-`train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
-of a step into one sequence. In this picture, each line is a token, and its colors show which tokens it attends to:
+`train.py` computes the same losses and gradients with fewer operations. It packs a step's prompts and completions into
+one sequence:
 
 ![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
 
-`train.py` also sorts the patches [by window](images/windows.svg), so that no attention is computed between windows.
+It also sorts patches [by window](images/windows.svg), so that no attention is computed between windows.
 """
-
 
 @cache
 def numbers() -> dict[str, dict]:
@@ -142,7 +136,6 @@ def numbers() -> dict[str, dict]:
     found["train"] |= {"norms": norms, "change": change}
     return found
 
-
 def page() -> str:
     """Return walkthrough.md."""
     parts = [HEAD]
@@ -155,7 +148,6 @@ def page() -> str:
             parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
 
-
 def facts() -> dict:
     """Return {name: number} for names in braces in docs/walkthrough.md."""
     group, patches = numbers()["grpo"], numbers()["patchify"]
@@ -167,7 +159,6 @@ def facts() -> dict:
         "learning_rate": OPTIONS.learning_rate,
     }
     return counts
-
 
 def more_lines(title: str) -> list[str]:
     """Return the printed lines in a section that show no variable."""
@@ -187,17 +178,14 @@ def more_lines(title: str) -> list[str]:
         return [f"{value:.1f}  {text!r}" for value, text in zip(group["rewards"], group["texts"], strict=True)]
     return []
 
-
 def spell(ids: Tensor) -> list[str]:
     """Return token texts, with escapes such as \\n for invisible characters."""
     decode = numbers()["grpo"]["model"].tokenizer.decode
     return [repr(decode([number], skip_special_tokens=False))[1:-1] for number in ids.tolist()]
 
-
 def clean(value: float) -> str:
     """Format a number with three significant digits; below 2e-7, rounding errors become 0."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
-
 
 def shown(name: str, value, count: int = 5) -> str:
     """Format a value in one line: name, and for a tensor shape, dtype and first `count` numbers."""
@@ -211,13 +199,11 @@ def shown(name: str, value, count: int = 5) -> str:
     values = [*map(clean, flat[:count].tolist()), *["..."] * (count < len(flat))]
     return " ".join([name, str(tuple(value.shape)), dtype, *values])
 
-
 def write_picture():
     """Write the prompt image to docs/walkthrough.png, unless the file already shows it."""
     path, pixels = DOCS / "images/walkthrough.png", np.asarray(numbers()["patchify"]["image"])
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)
-
 
 def patches() -> str:
     """Draw the image with its patches in order, and its image tokens, colored by window."""
@@ -250,7 +236,6 @@ def patches() -> str:
     picture.text(left, top + rows * cell + 24, "Thick lines: the 2 x 2 patches of one image token.", 12, SOFT, "start")
     return picture.svg()
 
-
 def tokens() -> str:
     """Draw a row per completion and a box per token; less likely tokens are darker."""
     group = numbers()["grpo"]
@@ -277,12 +262,10 @@ def tokens() -> str:
         picture.text(width + 160, y + 16, f"{advantage:+.2f}", 12, bold=abs(advantage) > 1)
     return picture.svg()
 
-
 def shade(color: str, share: float) -> str:
     """Return a color between white (share 0) and `color` (share 1)."""
     ends = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (end - 255) * min(1.0, share)):02x}" for end in ends)
-
 
 def update() -> str:
     """Draw gradient norms per module, and the change in each completion's log-probability."""
@@ -306,7 +289,6 @@ def update() -> str:
         picture.text(x, y + 12, f"{moved:+.2f}", 11, SOFT, anchor)
     picture.line([(580, 56), (580, 62 + 26 * len(change))], INK)
     return picture.svg()
-
 
 PICTURES = {
     "images/walkthrough_patches.svg": patches,
