@@ -186,8 +186,13 @@ def check_messages(messages: list[dict]):
         are_calls = isinstance(calls, list) and all(
             isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
         )
+        if not are_calls:
+            raise UserError(
+                f"message {number}: tool_calls must be a list of calls such as {{function: {{name: zoom, arguments: "
+                f"{{factor: 2}}}}}}, but it is {truncate(calls, 80)}"
+            )
         says = isinstance(content, str | list) or (content is None and calls)
-        if not (isinstance(fields.get("role"), str) and are_calls and says):
+        if not (isinstance(fields.get("role"), str) and says):
             raise UserError(
                 f"message {number} must have a role, and content that is a text or a list of "
                 f"parts, but it is {truncate(message, 80)}"

@@ -40,6 +40,7 @@ from minivlmrl.data.messages import (
 from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
 from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
+from minivlmrl.json_files import parse_json
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 TURN_KEYS = {  # {role: keys in its turns}
@@ -213,8 +214,25 @@ def check_parts(turn: dict, name: str):
         elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
             raise UserError(f"{name} has a part of two kinds: {truncate(part, 80)}; write two parts")
     for call in turn.get("tool_calls") or []:
-        check_keys(call, CALL_KEYS, f"a tool call of {name}")
-        check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
+        check_call(call, name)
+
+
+def check_call(call: dict, turn_name: str):
+    """Raise UserError for a tool call with an unknown key, or that templates would render as invalid JSON."""
+    name = f"a tool call of {turn_name}"
+    check_keys(call, CALL_KEYS, name)
+    function = call.get("function", call)
+    if function is not call:
+        check_keys(function, ("name", "arguments"), f"the function of {name}")
+    called, arguments = function.get("name"), function.get("arguments")
+    # templates write the name between quotes
+    is_name = isinstance(called, str) and called.strip() and json.dumps(called, ensure_ascii=False) == f'"{called}"'
+    require(is_name, f"the function name in {name}", called, "a text without quotes, backslashes and line breaks")
+    if isinstance(arguments, str):
+        with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
+            arguments = parse_json(arguments)
+    expected = "an object or its JSON text, {} for a function without arguments"
+    require(isinstance(arguments, dict), f"the value of arguments in {name}", arguments, expected)
 
 
 def check_texts(columns: dict):
