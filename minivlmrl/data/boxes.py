@@ -98,7 +98,7 @@ def match(
     (1, 0)], because 0.5 + 0.5 is more than 0.6 + 0.
 
     Returns:
-        (predicted index, true index) per match, as many as the shorter list has boxes.
+        (predicted index, true index) per match, one for each box in the shorter list.
     """
     if not predicted or not truth:
         return []

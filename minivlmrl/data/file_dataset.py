@@ -77,7 +77,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # if an earlier row was read, the layout is not another project's
+                # an earlier row was read, so the file has our layout
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -115,7 +115,7 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What opening a file finds out about a row."""
+    """Facts about a row, collected when its file is opened."""
 
     file: RowFile
     line: int  # index in the file

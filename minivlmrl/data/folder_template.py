@@ -202,7 +202,7 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens of a user, so they stay ordinary text."""
+        """Insert a rare character into control tokens that a user wrote, so they stay text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):

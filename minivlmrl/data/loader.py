@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 from minivlmrl.errors import UserError
 
-MAX_SKIPPED = 100  # end the run after so many unreadable rows in succession
+MAX_SKIPPED = 100  # end the run after this many consecutive unreadable rows
 # rows to prepare in advance; patches from 64 one-megapixel images take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")

@@ -40,7 +40,7 @@ SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # rejected formats with side effects: EPS runs Ghostscript, IPTC opens files that it names, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's own limit, without which a few kilobytes could fill the memory
+# Pillow's own limit: a file of a few kilobytes could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # values that mean no image or video
@@ -252,7 +252,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return the image source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
-    # reject OpenAI's {"detail": "low"}, which would not make the image smaller
+    # reject OpenAI's {"detail": "low"}: it would not shrink the image
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))

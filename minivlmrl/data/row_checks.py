@@ -100,7 +100,7 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # names a misspelled image column, such as `imge`
+        # a better message for a misspelled image column, such as `imge`
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
@@ -308,7 +308,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # whole conversations besides a prompt, which `convert` can read
+            except ValueError as error:  # a prompt, and whole conversations: `convert` can read them
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):

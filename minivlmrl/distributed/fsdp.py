@@ -252,8 +252,8 @@ def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: t
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
     """Wrap sample_token so that all ranks run a sharded decoder for the same number of steps.
 
-    Before every decode step, ranks exchange whether they need one more. A rank with only finished completions runs the
-    decoder on a dummy token until all ranks have finished.
+    Before every decode step, each rank tells the others whether it needs another one. A rank with only finished
+    completions runs the decoder on a dummy token until all ranks have finished.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):

@@ -22,7 +22,7 @@ from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, sto
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # longest timeout of process groups
-LAST_ERRORS = 5.0  # seconds in which all ranks must fail to save a checkpoint together
+LAST_ERRORS = 5.0  # if all ranks fail within these seconds, they save a checkpoint together
 # process group for barriers; None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 

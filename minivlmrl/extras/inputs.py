@@ -184,7 +184,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem for a missing text, or for other tokens."""
+    """Yield a problem if a text is missing, or tokenized in another way."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

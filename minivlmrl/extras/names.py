@@ -1,4 +1,4 @@
-"""Answer names that are not options, from docs/coming_from.md and docs/changelog.md."""
+"""Explain names that are not options, from docs/coming_from.md and docs/changelog.md."""
 
 import re
 from collections import defaultdict

@@ -53,7 +53,7 @@ class StoredReference:
             chosen, rejected = found[2 * number], found[2 * number + 1]
             sums = sums_of(prompt)
             if sums is not None:
-                # DPO adds up tokens: the first can hold the sum
+                # DPO sums over tokens, so the first can hold the whole sum
                 chosen[0], rejected[0] = sums
                 continue
             values = self.stored.get(key_of(prompt, ids))
@@ -163,6 +163,6 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
-    """Hash all that the log-probabilities depend on, except the model."""
+    """Hash everything that the log-probabilities depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
     return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -121,7 +121,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about one or several runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # for others: no folders of this machine
+    for run in runs:  # the page may be shared: remove folders of this machine
         places = [line.get("where") or "" for line in run["completions"]] + [
             line["warning"] for line in run["warnings"]
         ]

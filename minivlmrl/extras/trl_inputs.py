@@ -37,9 +37,9 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    Do outputs change if images of the first micro-batch turn gray? Takes up to nine forward passes without gradients.
-    With weights sharded by FSDP or DeepSpeed, it only warns about placeholders without images. Weights and random
-    numbers stay the same. Attribute `problems`: list of warnings.
+    Compares outputs for the first micro-batch with those for gray images, in up to nine forward passes without
+    gradients. With weights sharded by FSDP or DeepSpeed, it only warns about placeholders without images. Weights and
+    random numbers stay the same. Attribute `problems`: list of warnings.
     """
 
     def __init__(self):
@@ -169,7 +169,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
     rows: dict[int, list[tuple[int, int | None]]] = {}
-    first = 0  # patches before this image; all tokens have equally many
+    first = 0  # patches before this image; all tokens have the same number of patches
     for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
         if labels is None or (labels[row, column:] != -100).any():

@@ -57,7 +57,7 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # none before the first key frame
+        # frames before the first key frame cannot be decoded
         total_frames = num_decoded
 
 
@@ -92,7 +92,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
 
     # no name: FFmpeg would read concat:x.mp4|y.mp4 as two files
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # no files and URLs of a playlist
+    # do not open the files and URLs in a playlist
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")

@@ -65,7 +65,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options for recipes, none that loads code: a recipe may come from a stranger."""
+    """vllm.LLM options that recipes may set; none loads code, because a recipe may come from a stranger."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -102,7 +102,7 @@ class Sampling:
         self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of `rows` from logits (r, V); return 0 at samples, -inf elsewhere, for vLLM."""
+        """Sample the next token of `rows` from logits (r, V); return scores for vLLM: 0 at samples, else -inf."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))

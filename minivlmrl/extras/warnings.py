@@ -56,7 +56,7 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
-    """Rules from metrics over the last 10 steps to warnings."""
+    """Derive warnings from the metrics of the last 10 steps."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
@@ -94,7 +94,7 @@ class WarningRules:
         """Yield a warning per reward far higher on training than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy: training may sample below temperature 1
+            # greedy, because training may sample below temperature 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -176,7 +176,7 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out `format` if answers have no tags: a note has advised to remove it."""
+        """Leave out `format` if answers have no tags, because an earlier note advises to remove it."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
@@ -233,7 +233,7 @@ class WarningRules:
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # (completions, rewards) per row; num_generations may change at a resume
+        # (completions, rewards) per row; a resumed run may change num_generations
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
             # rows with all completions scored
@@ -255,7 +255,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # no AdamW state: never a gradient, normal for an expert without tokens
+        # no AdamW state: never had a gradient, as is normal for an expert without tokens
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -57,7 +57,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
         # output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # not earlier: a run that fails before writes no files
+        if world.is_main:  # not earlier: a run that fails before this point leaves no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -105,7 +105,7 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Replace the files of an earlier run, unchanged by earlier errors, and evaluate a new run's first model."""
+    """Replace the files of an earlier run, kept until here in case of an error; evaluate a new run's initial model."""
     log = results.log
     if log.world.is_main:
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):

@@ -78,7 +78,7 @@ class MetricsLog(ExitStack):
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files; an error on the way does not replace the run's own."""
+        """Close callbacks, trackers and files; an error while closing does not hide the run's own."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:

@@ -149,8 +149,8 @@ class Results:
     def chance(self) -> float | None:
         """Return the accuracy of guessing without the image, None if the first metric is not an accuracy.
 
-        For rows from a file, the guess is the most frequent held-out solution to the same question, or to any question
-        if it occurs once.
+        For rows from a file, the guess is the most frequent held-out solution to the same question, or to all questions
+        if this one occurs once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None

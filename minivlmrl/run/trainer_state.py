@@ -38,8 +38,8 @@ class TrainerState:
     files: Fingerprints = field(default_factory=Fingerprints)  # files in the recipe
     # {log file: lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: last step's line}, perhaps not written because of an error after the update; completions.jsonl is only
-    # here if it was not written
+    # {log file: line of the last step}, which an error after the update may have left unwritten; completions.jsonl is
+    # listed only while unwritten
     last_lines: dict[str, dict] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # from callbacks; see Callback.state_dict
 

@@ -1,8 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
 A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but no
-images, because image patches can take 10 MB: the new rank reads the files again. So a group moves only for a
-considerable gain.
+images, because image patches can take 10 MB: the new rank reads the files again. So a group only moves if that saves
+much time.
 """
 
 from collections.abc import Iterable, Sequence

@@ -317,8 +317,7 @@ class ToolSampler(Sampler):
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(
-            lambda environment, prompt, row: ToolEpisode(environment),
-            *(self.make_environment, self, prompts, num_generations),
+            lambda environment, *_: ToolEpisode(environment), self.make_environment, self, prompts, num_generations
         )
         return super().token_sampler(prompts, num_generations, keys)
 

@@ -82,7 +82,7 @@ class Episode(ToolEpisode):
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Run tool calls, and record the round unless the environment is done; True: calls end the turn."""
+        """Run tool calls, and record the round unless the environment is done; always True: calls end a turn."""
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)

@@ -253,7 +253,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     yield from boxes_of_several_images(config, datasets)
     yield from empty_solutions(config, datasets)
     dtype = DTYPES[config.model.dtype]
-    # no loss: float32 adapters, adamw_8bit (carries the rounding error)
+    # float32 adapters lose no updates, nor does adamw_8bit, which carries the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

@@ -40,12 +40,12 @@ REWARD_HACK_PROBES = {
 NOISE = 1e-6  # tolerance for two scores of one completion
 NUM_ANSWERS = 64  # rows whose answers are compared with solutions
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # such as "B. horse"
-MAX_FORMS = 8  # elements of a solution tried as answers
+MAX_FORMS = 8  # list elements to try as answers, if a solution is a list
 
 
 @dataclass
 class Trial:
-    """Tested reward functions, their weights, and rows."""
+    """Reward functions to test, with their weights, and rows to test them on."""
 
     rewards: list[Reward]
     weights: Tensor  # (K,)
@@ -115,8 +115,8 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether answers contradict the column `solution`.
 
-    Such as a good answer with at most half of the highest reward, a bad one with more, or a rejected answer above the
-    chosen one.
+    Examples: a good answer with at most half of the highest reward, a bad answer with more, a rejected answer with more
+    than the chosen one.
     """
     names = trainer.answers
     # not for tasks, which may teach a format with wrong answers
@@ -226,7 +226,7 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that the same texts score the same again."""
+    """Check that rewards are deterministic: the same texts score the same again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -312,7 +312,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # far higher: correct answers are unreadable, reported elsewhere
+    # if far higher, correct answers cannot be read: reported elsewhere
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -357,7 +357,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward caches values by text, and so ignores the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # whole: no two texts contain the same answer
+    # whole: two different texts cannot contain the same answer
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]

@@ -19,7 +19,7 @@ NUM_MEASURED = 16  # rows measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Yield a summary of the rows per stage, and notes about what is not read as written."""
+    """Yield a summary of the rows per stage, and notes about unread columns and control tokens in texts."""
     for name, rows in datasets.items():
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
@@ -52,7 +52,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 
 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
-    """Choose rows for the summary: unreadable ones, and 16 from the shortest to the longest, without slow videos."""
+    """Choose rows to measure: unreadable ones, and 16 from the shortest to the longest; no videos, which are slow."""
     if not isinstance(rows, FileDataset):  # data.task: similar rows
         return list(range(min(len(rows), NUM_MEASURED)))
     counter = patch_counter(processor)

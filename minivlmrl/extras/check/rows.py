@@ -16,7 +16,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
-TASK_ROWS = 1000  # checked rows of a task, which are similar
+TASK_ROWS = 1000  # rows to check of a task, whose rows are all similar
 MAX_MARKUP_TOKENS = 64  # per answer, from the chat template
 
 
@@ -115,7 +115,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for prompts that contain the solution, unless they list all ("Is it a cat or a dog?")."""
+    """Check for prompts that contain the solution, unless they list all solutions ("Is it a cat or a dog?")."""
     answers = []  # letters of correct answers, per row
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None

@@ -143,7 +143,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 
 def notes_of(row: dict, num_images: int) -> Iterator[str]:
-    """Yield what a run may refuse, with {} for file and line of a row."""
+    """Yield what a run may refuse in a row; {} stands for file and line."""
     answers = [row.get(name) for name in ("solution", "completion", "chosen", "rejected")]
     [*_, last] = row.get("messages") or [{}]
     if not has_prompt(row):
@@ -158,7 +158,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print the notes; without any question, data.prompt_template has it."""
+    """Print the notes, but not about questions if no row has one: data.prompt_template then has it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -166,7 +166,7 @@ def report_rows(noted: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in errors, also for values no reader expects, such as a number instead of a list."""
+    """Name the row in errors, even for unexpected values such as a number instead of a list."""
     with error_context(where):
         try:
             yield

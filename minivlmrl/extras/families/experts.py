@@ -81,7 +81,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP sums gradients: an expert runs on all ranks or on none
+            # FSDP sums gradients over ranks, so an expert must run on all of them or on none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # memory estimate: all tokens to the first expert
+        if ids.is_meta:  # in a memory estimate, the first expert gets all tokens
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 

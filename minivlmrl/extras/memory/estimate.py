@@ -213,7 +213,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # cached tensors would not count
+        # tensors in the cache would not be counted as new
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -233,12 +233,12 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # gradients are no activations
+    # do not count gradients as activations
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # GPU kernels store no attention scores, attention on the meta device would
+    # GPU kernels store no attention scores, but attention on the meta device would
     mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit kernels need no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -445,7 +445,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # the ranks sum a copy
-    # 2: a gradient per weight
+    # 2: gathered weights and their gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
         # all weights and float32 gradients, and gradients of two blocks in the weight dtype

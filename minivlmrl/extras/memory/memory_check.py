@@ -54,7 +54,7 @@ class MemoryCheck(Callback):
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: estimate_phases}
         self.questions = {}  # {stage: question with measured rows}, GPU only
-        if config.model.path is None:  # random weights: small
+        if config.model.path is None:  # models with random weights are small
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:
