@@ -389,7 +389,7 @@ class GRPOOptions(TrainingOptions):
     # maximum tokens per forward and backward pass, None = no limit; completions share the prompt's tokens, but a group
     # may be split
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: replace groups with equal rewards by groups of other prompts, from at most max_num_gen_batches
+    # dynamic sampling: sample other prompts instead of groups with equal rewards, from at most max_num_gen_batches
     # batches of prompts per step; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 

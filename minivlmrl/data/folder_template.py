@@ -295,7 +295,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value without nulls, with which Parquet fills missing keys, and apply `change` to all texts."""
+    """Copy a value without nulls (Parquet's missing keys), and apply `change` to all texts."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):

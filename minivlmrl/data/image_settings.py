@@ -42,7 +42,7 @@ Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# settings for which only one value is supported
+# settings with only one supported value
 FIXED = {
     "do_resize": True,
     "do_rescale": True,

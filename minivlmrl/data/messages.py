@@ -114,7 +114,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Replace the tags <image> and <video> in texts by image and video parts.
+    """Turn the tags <image> and <video> in texts into image and video parts.
 
     Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without tags, the parts
     come before the first user text.

@@ -46,7 +46,7 @@ class Processor:
     # where answers are in completions, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of boxes in answers; see data/boxes.py
-    # stop tokens besides ENDS, from generation_config.json and sampling.stop_token_ids
+    # stop tokens in addition to ENDS, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # data.image and data.video, for saved folders
 

@@ -108,7 +108,7 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the turns with which both `chosen` and `rejected` begin."""
+    """Return the first turns of `chosen` and `rejected` that are equal: the prompt."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -138,7 +138,7 @@ def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # RowFile.load replaces Media by a function that loads the image
+        part["image"] = media.pop()  # RowFile.load turns Media into a function that loads the image
     return answer
 
 

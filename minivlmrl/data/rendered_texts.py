@@ -83,7 +83,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # templates leave out nulls, with which Parquet fills missing keys
+                continue  # Parquet fills missing keys with nulls, which templates leave out
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):

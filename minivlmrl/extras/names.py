@@ -46,7 +46,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     """Return what to write instead of an unknown name, "" if nothing is known.
 
     Args:
-        section: with a final dot, or "".
+        section: path such as "grpo.", with a final dot, or "".
         dashes: "--" on the command line, else "".
         options: paths of all options.
     """

@@ -13,7 +13,7 @@ from minivlmrl.model.families.registry import FAMILIES, find_family
 
 # keys that saving recomputes
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys for which null is a value; elsewhere, null means the default
+# keys that may be null; elsewhere, null means the default
 NULLABLE = {"bos_token_id", "eos_token_id"}
 # keys in vision_config that saving recomputes
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}

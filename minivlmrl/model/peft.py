@@ -206,7 +206,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters on all ranks, and return a function with which one rank writes a PEFT folder.
+    """Gather adapters on all ranks, and return a function that writes a PEFT folder, for one rank to call.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.

@@ -20,7 +20,7 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments for reward functions besides row columns: lists, one value per completion.
+    """Arguments for reward functions, in addition to row columns: lists, one value per completion.
 
     None values are not passed; see docs/rewards.md.
     """

@@ -18,7 +18,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of training rows: required columns, besides the prompt}
+# {kind of training rows: required columns, in addition to the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),

@@ -37,7 +37,7 @@ REWARD_HACK_PROBES = {
 }
 
 
-NOISE = 1e-6  # tolerance for two scores of one completion
+NOISE = 1e-6  # tolerated difference if a completion is scored twice
 NUM_ANSWERS = 64  # rows whose answers are compared with solutions
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # such as "B. horse"
 MAX_FORMS = 8  # list elements to try as answers, if a solution is a list
@@ -265,9 +265,9 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
+    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
 
-    Without labels with digits: 1-5 and 15 differ.
+    Labels with digits are left out, because 1-5 and 15 are different labels.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters -> solutions, most frequent first
