@@ -187,7 +187,8 @@ SPELLINGS = {
 }  # fmt: skip
 # words that change the number before them or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
-    rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghlms])[a-zµ]"
+    r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|nd|rd|th"
+    rf"|{WORDS}|(?![ghlms])[a-zµ]"
 )
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"

@@ -81,7 +81,9 @@ def check_value_model_folder(folder: str | Path):
             inner for inner in (Path(folder) / "reward_model", Path(folder).parent / "reward_model") if inner.is_dir()
         ]
         advice = (
-            f"use {near[0]}" if near else "train one with the stage reward_model, and use RUN/reward_model of that run"
+            f"use the folder {near[0]}"
+            if near
+            else "train one with the stage reward_model, and use the folder RUN/reward_model of that run"
         )
         raise UserError(f"{folder} does not contain {HEAD_FILE}, the head of a reward model; {advice}")
 
