@@ -203,11 +203,12 @@ def make_prompt(model, row) -> Prompt:
     vision = model.config["vision_config"]
     patch = vision["patch_size"]
     merge = vision["spatial_merge_size"]
+    min_pixels, max_pixels = model.pixels  # smallest and largest area of an image
     device = model.lm_head.weight.device
     images = []
     grids = []  # rows and columns of image tokens
     for file in row["images"]:
-        patches, h, w = patchify(load_image(file), patch, merge, *model.pixels)
+        patches, h, w = patchify(load_image(file), patch, merge, min_pixels, max_pixels)
         images.append((patches.to(device), h, w))
         grids.append((h // merge, w // merge))
     image_lengths = [rows * columns for rows, columns in grids]
@@ -633,7 +634,8 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
 
 # ---- Rows -> losses: GRPO, DPO and SFT are generators. They yield the loss and a metric of one
 # row; `train` computes its gradient, which frees its memory, and asks for the next row. GRPO
-# samples all groups of a step first: a method such as DAPO looks at all of their rewards.
+# samples all groups of a step first: a method such as DAPO looks at all of their rewards. The
+# options are those of the command line, at the end of this file.
 
 
 def grpo(model, reference, rows, options):
@@ -766,7 +768,6 @@ KEPT += ["special_tokens_map.json"]
 # values that transformers leaves out of a saved vision_config, because they are its defaults
 VISION_DEFAULTS = {
     "depth": 32,
-    "hidden_size": 3584,
     "intermediate_size": 3420,
     "num_heads": 16,
     "out_hidden_size": 3584,
@@ -804,10 +805,10 @@ def require(condition, message):
 
 def refuse_other(file, settings):
     """Raise InputError if a file has a setting with another value than ONLY."""
-    for key, value in ONLY.items():
-        found = settings.get(key)
-        is_same = found is None or found == value
-        require(is_same, f"{file}: {key} is {found!r}, but minimal.py only computes {value!r}")
+    for key, only in ONLY.items():
+        value = settings.get(key)
+        message = f"{file}: {key} is {value!r}, but minimal.py only computes {only!r}"
+        require(value in (None, only), message)
 
 
 def read_json(file):
@@ -953,7 +954,6 @@ def save(model, folder):
 # ---- File of rows -> rows
 
 ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
-READ = {"image", "images", "problem", "solution", "completion", "chosen", "rejected"}
 # with these fields, a row means another prompt than minimal.py would make of it
 REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
 # as in recipes/own_data.yaml
@@ -968,28 +968,18 @@ def check_row(row, answers):
     for field in ("problem", *answers):
         require(field in row, f"the row has {[*row]}, but no {field!r}")
         value = row[field]
-        is_text = field == "solution" or isinstance(value, str)
-        require(is_text, f"{field!r} is {value!r:.80}, but it must be a text")
-        require(field == "problem" or str(value).strip(), f"{field!r} is empty")
-    if answers == ["solution"]:
-        solution = row["solution"]
-        is_list = isinstance(solution, list) and len(solution) > 1
-        parts = solution if is_list else [solution]
-        is_number = all(isinstance(part, int | float) for part in parts)
-        can_equal = plain(solution) if isinstance(solution, str) else is_number
-        require(can_equal, f"no answer can equal the 'solution' {solution!r:.80}; write text")
-    if answers == ["chosen", "rejected"]:
-        require(row["chosen"] != row["rejected"], "'chosen' and 'rejected' are equal")
+        kinds = (str, int, float) if field == "solution" else str
+        require(isinstance(value, kinds), f"{field!r} is {value!r:.80}, but it must be a text")
+    has_answer = "solution" not in answers or plain(row["solution"])
+    require(has_answer, "no answer can equal an empty 'solution'")
 
 
 def find_images(row, folder) -> list[Path]:
     """Return the paths of a row's images, of which only the headers are read."""
-    given = [row[name] for name in ("image", "images") if name in row]
-    require(len(given) == 1, f"the row has {[*row]}, but it needs either 'image' or 'images'")
-    names = given[0] if "images" in row else given
-    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    require(is_list, f"'image' must be a path and 'images' a list of paths: {names!r:.80}")
-    paths = [folder / name for name in names]
+    message = f"the row has {[*row]}, but it needs either 'image' or 'images'"
+    require(("image" in row) != ("images" in row), message)
+    names = row.get("images", [row.get("image")])
+    paths = [Path(folder, name) for name in names]
     for path in paths:
         with PIL.Image.open(path) as image:
             # Pillow would make nearly all pixels of 16 or 32 bits white or black.
@@ -1022,14 +1012,10 @@ def read_rows(file, answers) -> tuple[list[dict], str]:
             row = {field: value for field, value in row.items() if value is not None}
             check_row(row, answers)
             row["images"] = find_images(row, Path(file).parent)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise InputError(f"{file}, line {number}: {error}"[:400]) from error
         rows.append(row)
     require(rows, f"{file} has no rows")
-    if unread := sorted(set().union(*rows) - READ):
-        print(f"{file}: minimal.py does not read the fields {', '.join(unread)}")
-    if any(prefix in str(rows) for prefix in STRUCTURE):
-        print(f"{file}: control tokens such as <|im_end|> in a row are trained as ordinary text")
     template = find_template(rows, answers)
     for row in rows:
         row["problem"] = template.replace("{problem}", row["problem"])
@@ -1073,6 +1059,13 @@ TOWER = {
     "patch_size": 7,
     "window_size": 28,
     "fullatt_block_indexes": [1],
+}
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 7,
+    "merge_size": 2,
+    "min_pixels": 196,
+    "max_pixels": 12845056,
 }
 
 
@@ -1140,38 +1133,24 @@ def make_folder(folder):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL}
-    config = {
-        **DECODER,
-        "vision_config": TOWER,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "image_token_id": ids["image_pad"],
-        "video_token_id": ids["video_pad"],
-        "vision_start_token_id": ids["vision_start"],
-        "vision_end_token_id": ids["vision_end"],
-    }
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": TOWER["patch_size"],
-        "merge_size": 2,
-        "min_pixels": 196,
-        "max_pixels": 12845056,
-    }
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    ends = [ids["im_end"], ids["endoftext"]]
+    config = {**DECODER, "vision_config": TOWER, "vocab_size": tokenizer.get_vocab_size()}
+    for name in ("image_pad", "video_pad", "vision_start", "vision_end"):
+        key = name.removesuffix("_pad") + "_token_id"
+        config[key] = tokenizer.token_to_id(f"<|{name}|>")
     write_json(folder / "config.json", config)
-    write_json(folder / "preprocessor_config.json", images)
+    write_json(folder / "preprocessor_config.json", IMAGES)
     # for transformers
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    ends = [tokenizer.token_to_id(name) for name in names.values()]
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
     write_json(folder / "generation_config.json", {"eos_token_id": ends})
 
     model = QwenVL(read_config(folder))
     for name, weight in model.named_parameters():
-        if "embed_tokens" in name:
-            nn.init.normal_(weight, std=0.02)
-        elif weight.dim() > 1:
+        if weight.dim() > 1:
             inputs = weight[0].numel()
-            nn.init.normal_(weight, std=inputs**-0.5)
+            std = 0.02 if "embed_tokens" in name else inputs**-0.5
+            nn.init.normal_(weight, std=std)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})

@@ -56,10 +56,10 @@ def read(tmp_path, row, answers=GRPO):
     ({"min_pixels": 784}, DPO, "minimal.py does not read 'min_pixels'"),
     ({"messages": TURNS}, SFT, "minimal.py does not read 'messages'"),
     ({"images": ["a.png"]}, GRPO, "but it needs either 'image' or 'images'"),
-    ({"image": ["a.png"]}, GRPO, "'image' must be a path and 'images' a list of paths: [['a.png']]"),
-    ({"image": {"path": "a.png"}}, GRPO, "'images' a list of paths: [{'path': 'a.png'}]"),
-    ({"image": None, "images": "a.png"}, GRPO, "'images' a list of paths: 'a.png'"),
-    ({"image": None, "images": [{"path": "a.png"}]}, GRPO, "'image' must be a path"),
+    ({"image": ["a.png"]}, GRPO, "not 'list'"),
+    ({"image": {"path": "a.png"}}, GRPO, "not 'dict'"),
+    ({"image": None, "images": "a.png"}, GRPO, "No such file"),
+    ({"image": None, "images": [{"path": "a.png"}]}, GRPO, "not 'dict'"),
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "File name too long"),
     ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
@@ -76,16 +76,14 @@ def read(tmp_path, row, answers=GRPO):
     ({"problem": TURNS}, GRPO, "'problem' is [{'role'"),
     ({"completion": TURNS}, SFT, "'completion' is [{'role'"),
     ({"chosen": TURNS}, DPO, "'chosen' is [{'role'"),
-    ({"completion": " "}, SFT, "'completion' is empty"),
-    ({"rejected": ""}, DPO, "'rejected' is empty"),
-    ({"rejected": ROW["chosen"]}, DPO, "'chosen' and 'rejected' are equal"),
-    ({"solution": ""}, GRPO, "'solution' is empty"),
-    ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
-    ({"solution": []}, GRPO, "no answer can equal the 'solution' []"),
+    ({"solution": ""}, GRPO, "no answer can equal an empty 'solution'"),
+    ({"solution": "."}, GRPO, "no answer can equal an empty 'solution'"),
+    ({"solution": []}, GRPO, "'solution' is [], but it must be a text"),
     ({"solution": None}, GRPO, "but no 'solution'"),
-    ({"solution": ["2"]}, GRPO, "no answer can equal the 'solution' ['2']"),
-    ({"solution": ["a", "b"]}, GRPO, "no answer can equal the 'solution' ['a', 'b']"),
-    ({"solution": {"x": 1}}, GRPO, "no answer can equal the 'solution' {'x': 1}"),
+    ({"solution": [1, 2]}, GRPO, "'solution' is [1, 2], but it must be a text"),
+    ({"solution": ["2"]}, GRPO, "'solution' is ['2'], but it must be a text"),
+    ({"solution": ["a", "b"]}, GRPO, "'solution' is ['a', 'b'], but it must be a text"),
+    ({"solution": {"x": 1}}, GRPO, "'solution' is {'x': 1}, but it must be a text"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
     (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
@@ -96,19 +94,10 @@ def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answ
     assert expected in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
-def test_fields_that_nobody_reads_and_control_tokens_are_named_once(tmp_path, capsys):
-    read(tmp_path, ROW | {"weight": 3.2, "id": 7, "problem": "Say <|im_end|>.", "video": None, "tools": []})
-    unread, control = capsys.readouterr().out.splitlines()
-    assert unread.endswith("rows.jsonl: minimal.py does not read the fields id, tools, weight")
-    assert "control tokens such as <|im_end|>" in control
-    read(tmp_path, ROW)
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(("changes", "images"), [
     ({}, 1), ({"image": None, "images": []}, 0), ({"image": None, "images": ["a.png", "a.png"]}, 2),
     ({"problem": ""}, 1),
-    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": [1, 2]}, 1),
+    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": "[1, 2]"}, 1),
     ({"solution": True}, 1), ({"solution": 0}, 1),
 ])  # fmt: skip
 def test_these_rows_are_read(tmp_path, changes, images):
