@@ -223,7 +223,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# options that drop unlikely tokens: values that keep all
+# options that drop unlikely tokens, with the values that keep all tokens
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

@@ -186,8 +186,8 @@ class Reader:
         error = str(invalid_value(name, value, expected))
         if not isinstance(value, str) or self.root is None:
             return UserError(error)
-        if said := _foreign_name(self.root, "", value, self.dashes):
-            return UserError(f"{error}; {said}")
+        if advice := _foreign_name(self.root, "", value, self.dashes):
+            return UserError(f"{error}; {advice}")
         return UserError(error + did_you_mean(value, re.findall("'(.*?)'", type_text(hint))))
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
@@ -239,8 +239,8 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
     inner, nested = prefix, {key: value}
     while isinstance(nested, dict) and nested:  # nested names such as verl's actor_rollout_ref.rollout.n
         name, nested = next(iter(nested.items()))
-        if said := _foreign_name(root, inner, str(name), dashes):
-            return f"unknown key {inner}{name}; {said}"
+        if advice := _foreign_name(root, inner, str(name), dashes):
+            return f"unknown key {inner}{name}; {advice}"
         inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
         names.setdefault(path.rpartition(".")[2], path)  # for names without their section

@@ -62,7 +62,7 @@ class RowFile:
         self.columns: list[str] = []  # all column names
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
-        # row_sizes.measure for one processor: {line: {answer names: size}}
+        # sizes from row_sizes.measure, for one processor: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 

@@ -67,7 +67,7 @@ class WarningRules:
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
-        self.said: set[str] = set()  # rules violated at the last step
+        self.active: set[str] = set()  # rules violated at the last step
         self.rollout = None
         # (row solutions, completion rewards) per recent rollout
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
@@ -85,9 +85,9 @@ class WarningRules:
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)
         found = dict(self.violated() if len(self.recent) == WINDOW else self.constant_rewards())
-        new = [sentence for name, sentence in found.items() if name not in self.said]
+        new = [sentence for name, sentence in found.items() if name not in self.active]
         # once per stage
-        self.said = set(found) | (self.said & {"solved"})
+        self.active = set(found) | (self.active & {"solved"})
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
@@ -120,7 +120,7 @@ class WarningRules:
     def state(self) -> str:
         """Return recent metrics and warnings as JSON, for a resumed run."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        recent = [list(self.recent), sorted(self.said), self.best_mean, rewards, self.extremes]
+        recent = [list(self.recent), sorted(self.active), self.best_mean, rewards, self.extremes]
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
@@ -128,9 +128,9 @@ class WarningRules:
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
-        recent, said, self.best_mean, rewards, self.extremes = values
+        recent, active, self.best_mean, rewards, self.extremes = values
         self.recent.extend(recent)
-        self.said.update(said)
+        self.active.update(active)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:

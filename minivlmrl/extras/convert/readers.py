@@ -145,12 +145,14 @@ def read_messages(row: Columns) -> Columns | None:
 
 def read_pairs(row: Columns) -> Columns | None:
     """Read turns in pairs: `conversation` in ms-swift (human, assistant), `texts` in the_cauldron."""
-    for name, asked, said in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
-        if is_pairs(row.get(name), asked):
+    for name, question, answer in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
+        if is_pairs(row.get(name), question):
             turns = []
             for pair in row.pop(name):
-                turns += [turn_of("user", pair[asked]), turn_of("assistant", pair.get(said, ""))]
-                row.dropped.update(f"key {key!r} of {name}" for key in pair if key not in (asked, said) and pair[key])
+                turns += [turn_of("user", pair[question]), turn_of("assistant", pair.get(answer, ""))]
+                row.dropped.update(
+                    f"key {key!r} of {name}" for key in pair if key not in (question, answer) and pair[key]
+                )
             return row.put(messages=turns)
     return None
 

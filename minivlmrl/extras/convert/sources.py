@@ -86,7 +86,7 @@ def _read_saved(folder: Path) -> Rows:
     number = 0
     try:
         for listed in read_json(file)["_data_files"]:
-            file = folder / Path(listed["filename"]).name  # no file of another folder
+            file = folder / Path(listed["filename"]).name  # never a file of another folder
             with pa.memory_map(str(file)) as source:
                 for batch in pa.ipc.open_stream(source):
                     for row in batch.to_pylist():
