@@ -238,9 +238,9 @@ def table(curves: dict, blind: dict) -> str:
 
 Accuracy in minimal.py's built-in task, with its options: two answers to each of {HELD_OUT} images (mean, smallest and
 largest). With one seed, all methods begin with the same model after 40 SFT steps, and train for {STEPS} steps (160 in
-`python minimal.py`). GSPO, CISPO and DPPO run together with [several steps](several_steps.md), and the GRPO model teaches
-on-policy distillation. No option was tuned for a method. A tiny task and few seeds show that a diff trains, not which
-method is better for your model.
+`python minimal.py`). GSPO, CISPO and DPPO run together with [several steps](several_steps.md), and the GRPO model
+teaches on-policy distillation. No option was tuned for a method. A tiny task and few seeds show that a diff trains, not
+which method is better for your model.
 
 Blind: accuracy with gray pictures. A guess is right in 1 of 12 cases (0.08); GRPO has
 {spread([*blind.get("grpo", {}).values()])}. Older runs were not measured again.

@@ -27,14 +27,14 @@ OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8}
 HEAD = """\
 # Walkthrough
 
-In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. Sections below show their
-tensors for one image and one question: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html,
-which shows [each line](scripts/step.py) next to its tensors:
+In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. Sections below show
+their tensors for one image and one question: shape, dtype and first values. `python -m docs.scripts.step` writes
+docs/step.html, which shows [each line](scripts/step.py) next to its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
-All numbers come from minimal.py's tiny model after only 15 SFT steps, when its completions still differ. The weights are
-float64, so other machines print the same numbers.
+All numbers come from minimal.py's tiny model after only 15 SFT steps, when its completions still differ. The weights
+are float64, so other machines print the same numbers.
 
 ![A GRPO step as a flow chart](images/step.svg)
 
@@ -50,13 +50,13 @@ are adjacent rows.
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
 # Prompt: render ids
-The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each of the {merged} image
-tokens.
+The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each of the {merged}
+image tokens.
 
 # Positions: mrope_positions
-A token has three positions: time, row and column. For text tokens, they are equal, and rise by 1 from token to token. If
-an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. Text after the image
-continues from the largest position ([picture](images/mrope.svg)).
+A token has three positions: time, row and column. For text tokens, they are equal, and rise by 1 from token to token.
+If an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. Text after the
+image continues from the largest position ([picture](images/mrope.svg)).
 
 # Vision tower: Vision.forward patches return
 Two blocks turn patches into vectors. In the first, a patch attends only to patches in its window, in the second to the
@@ -70,8 +70,8 @@ The causal mask lets a token attend to itself and the tokens before it. The deco
 token, and keep the prompt's keys and values, which all completions use.
 
 # Completions: sample probabilities
-The model processes the prompt once. Then `sample` adds one token at a time to the {G} completions, until all have ended.
-The mask is False after a completion's end.
+The model processes the prompt once. Then `sample` adds one token at a time to the {G} completions, until all have
+ended. The mask is False after a completion's end.
 
 # Log-probabilities: log_probabilities states logits return
 The hidden state before a token gives {vocab} logits, one per vocabulary token. A token's log-probability is its logit
@@ -87,8 +87,8 @@ A completion's advantage is (reward - mean) / (standard deviation + 0.0001), wit
 group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and the KL is 0. The loss is
-about 0, because advantages in a group add up to 0, but [its gradient is not 0](metrics.md#why-is-my-loss-0).
+In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and the KL is 0. The loss
+is about 0, because advantages in a group add up to 0, but [its gradient is not 0](metrics.md#why-is-my-loss-0).
 
 # Update: train
 The gradient reaches every module, the vision tower through the image tokens. AdamW changes each weight by about the
@@ -107,6 +107,7 @@ one sequence:
 
 It also sorts patches [by window](images/windows.svg), so that no attention is computed between windows.
 """
+
 
 @cache
 def numbers() -> dict[str, dict]:
@@ -136,6 +137,7 @@ def numbers() -> dict[str, dict]:
     found["train"] |= {"norms": norms, "change": change}
     return found
 
+
 def page() -> str:
     """Return walkthrough.md."""
     parts = [HEAD]
@@ -148,6 +150,7 @@ def page() -> str:
             parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
 
+
 def facts() -> dict:
     """Return {name: number} for names in braces in docs/walkthrough.md."""
     group, patches = numbers()["grpo"], numbers()["patchify"]
@@ -159,6 +162,7 @@ def facts() -> dict:
         "learning_rate": OPTIONS.learning_rate,
     }
     return counts
+
 
 def more_lines(title: str) -> list[str]:
     """Return the printed lines in a section that show no variable."""
@@ -178,14 +182,17 @@ def more_lines(title: str) -> list[str]:
         return [f"{value:.1f}  {text!r}" for value, text in zip(group["rewards"], group["texts"], strict=True)]
     return []
 
+
 def spell(ids: Tensor) -> list[str]:
     """Return token texts, with escapes such as \\n for invisible characters."""
     decode = numbers()["grpo"]["model"].tokenizer.decode
     return [repr(decode([number], skip_special_tokens=False))[1:-1] for number in ids.tolist()]
 
+
 def clean(value: float) -> str:
     """Format a number with three significant digits; below 2e-7, rounding errors become 0."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
+
 
 def shown(name: str, value, count: int = 5) -> str:
     """Format a value in one line: name, and for a tensor shape, dtype and first `count` numbers."""
@@ -199,11 +206,13 @@ def shown(name: str, value, count: int = 5) -> str:
     values = [*map(clean, flat[:count].tolist()), *["..."] * (count < len(flat))]
     return " ".join([name, str(tuple(value.shape)), dtype, *values])
 
+
 def write_picture():
     """Write the prompt image to docs/walkthrough.png, unless the file already shows it."""
     path, pixels = DOCS / "images/walkthrough.png", np.asarray(numbers()["patchify"]["image"])
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)
+
 
 def patches() -> str:
     """Draw the image with its patches in order, and its image tokens, colored by window."""
@@ -236,6 +245,7 @@ def patches() -> str:
     picture.text(left, top + rows * cell + 24, "Thick lines: the 2 x 2 patches of one image token.", 12, SOFT, "start")
     return picture.svg()
 
+
 def tokens() -> str:
     """Draw a row per completion and a box per token; less likely tokens are darker."""
     group = numbers()["grpo"]
@@ -262,10 +272,12 @@ def tokens() -> str:
         picture.text(width + 160, y + 16, f"{advantage:+.2f}", 12, bold=abs(advantage) > 1)
     return picture.svg()
 
+
 def shade(color: str, share: float) -> str:
     """Return a color between white (share 0) and `color` (share 1)."""
     ends = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (end - 255) * min(1.0, share)):02x}" for end in ends)
+
 
 def update() -> str:
     """Draw gradient norms per module, and the change in each completion's log-probability."""
@@ -289,6 +301,7 @@ def update() -> str:
         picture.text(x, y + 12, f"{moved:+.2f}", 11, SOFT, anchor)
     picture.line([(580, 56), (580, 62 + 26 * len(change))], INK)
     return picture.svg()
+
 
 PICTURES = {
     "images/walkthrough_patches.svg": patches,
