@@ -52,7 +52,9 @@ def site_path(path: str) -> str:
     """Return the path in the site of a file: data.md for docs/data.md, and code/train.py.md for train.py."""
     if path in (START, INDEX, STEP):
         return {START: "index.md", INDEX: "pages.md", STEP: "step.html"}[path]
-    if path.startswith("docs/") and not path.startswith(("docs/scripts/", "docs/exercises/")):
+    if path.startswith("docs/") and not (
+        path.startswith(("docs/scripts/", "docs/exercises/")) or (ROOT / path).is_dir()
+    ):
         return path.removeprefix("docs/").replace(".ipynb", ".md")
     path = path.removeprefix(".")  # MkDocs leaves out .github/
     return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
@@ -80,7 +82,7 @@ def written(path: str) -> str:
     """Return Markdown for a page, a folder or a file of code, with links to files of the repository."""
     source = ROOT / path
     if source.is_dir():
-        names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md"))
+        names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md", ".json"))
         return "\n".join(
             [f"{UNSEARCHED}# {path}/\n", *(f"- [{name}]({source.name}/{name})" for name in names if name[0] != "_")]
         )
