@@ -68,7 +68,7 @@ def _read_folder(folder: Path) -> Rows:
     if len(files) == 1 and files[0].suffix in (".csv", ".tsv"):
         yield from _read_cells(files[0])
         return
-    if files:
+    if files or any(folder.glob("*/*.parquet")):
         yield from _read_rows(folder)  # or its error: why the folder cannot be read
         return
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))

@@ -137,8 +137,9 @@ def test_each_split_of_a_folder_is_converted(tmp_path):
     with pytest.raises(ValueError, match=r"several splits \(test, train\); choose one of them, as in .*/one@test"):
         main([f"{tmp_path}/one"])
     for split in ("", "@train"):
-        with pytest.raises(ValueError, match=rf"has the configurations a, b; choose .* as in {tmp_path}/two/a{split}$"):
-            FileDataset(f"{tmp_path}/two{split}")
+        for read in (FileDataset, lambda path: main([path])):
+            with pytest.raises(ValueError, match=rf"configurations a, b; choose .* as in {tmp_path}/two/a{split}$"):
+                read(f"{tmp_path}/two{split}")
 
 
 def test_folders_of_classes_are_rows(tmp_path):
