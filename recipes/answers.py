@@ -187,7 +187,7 @@ SPELLINGS = {
 }  # fmt: skip
 # words that change the number before them or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
-    r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|nd|rd|th"
+    r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|[nr]d|th"
     rf"|{WORDS}|(?![ghlms])[a-zµ]"
 )
 
