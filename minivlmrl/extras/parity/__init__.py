@@ -14,19 +14,11 @@ docs/numerical_parity.md explains how to check a loss function and a recorded st
 """
 
 from minivlmrl.extras.parity.all_laws import examine, laws
-from minivlmrl.extras.parity.assertions import (
-    assert_rank_invariant,
-    assert_same_logps,
-    assert_split_invariant,
-    assert_step,
-    assert_step_split_invariant,
-)
+from minivlmrl.extras.parity.assertions import assert_split_invariant, assert_step, assert_step_split_invariant
 from minivlmrl.extras.parity.dependence import depends
 from minivlmrl.extras.parity.loss import cases, check, judge
 
 __all__ = [
-    "assert_rank_invariant",
-    "assert_same_logps",
     "assert_split_invariant",
     "assert_step",
     "assert_step_split_invariant",

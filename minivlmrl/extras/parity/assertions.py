@@ -26,10 +26,8 @@ def assert_step(folder):
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
 
 
-def assert_split_invariant(
-    gradients, rows: int, tolerance: float = 1e-6, sizes=None, parts_name: str = "micro-batches"
-):
-    """Assert that a gradient does not depend on the split into micro-batches.
+def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=None):
+    """Assert that a gradient does not depend on the split into micro-batches, or ranks.
 
     Args:
         gradients: function from lists of row indices, one per part, to {name: tensor}; accumulates the gradients as
@@ -37,7 +35,6 @@ def assert_split_invariant(
         rows: rows in the step, at least 2.
         tolerance: maximum difference, relative to the largest gradient in the whole step.
         sizes: how many parts to try, default 2, rows - 1 and rows.
-        parts_name: "parts" in error messages.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
@@ -55,13 +52,13 @@ def assert_split_invariant(
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, (
-            f"{parts_name} {parts}: the parameter {names[0]} has a gradient either only with this "
-            "split or only without it"
+            f"micro-batches {parts}: the parameter {names[0]} has a gradient either only with this split, or only "
+            "without it"
         )
         errors = {name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()}
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] <= tolerance, (
-            f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "
+            f"micro-batches {parts}: the gradient of {worst} differs from the gradient of the whole "
             f"step by {errors[worst]:.1e} times the largest gradient"
         )
 
@@ -115,28 +112,3 @@ def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e
     options["max_completion_length"] = d.about.get("max_completion_length") or d.width
     error = split_error(lambda part: loss_and_gradient(my_loss, part, options)[1], batch, tolerance)
     assert not error, f"{folder}: {error}"
-
-
-def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """Assert that a gradient does not depend on the number of ranks.
-
-    Args:
-        gradients: as in assert_split_invariant, with one list of row indices per rank.
-    """
-    __tracebackhide__ = True
-    assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
-
-
-def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
-    """Assert that sampler and trainer log-probabilities (n, T) agree within `tolerance` nats where mask is 1."""
-    __tracebackhide__ = True
-    a = torch.as_tensor(sampler).double()
-    b = torch.as_tensor(trainer).double()
-    is_counted = torch.as_tensor(mask) > 0
-    assert is_counted.any(), "the mask does not select any token, so nothing was compared"
-    errors = gaps(a, b, 1.0).where(is_counted, 0.0)
-    row, token = divmod(int(errors.argmax()), a.shape[1])
-    assert errors.max() <= tolerance, (
-        f"row {row}, token {token}: the sampler's log-probability is {a[row, token]:.4f} nats, but "
-        f"the trainer's is {b[row, token]:.4f} nats"
-    )

@@ -117,8 +117,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# computations to which a bug may be limited, such as a mask that is wrong only in token counts
-SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
+USES = ("the sum", "the count", "the ratio")  # a mask may be wrong for only one of them
 
 # {target and effect: {bug: formula}}
 FORMULAS: dict[str, dict[str, Any]] = {
