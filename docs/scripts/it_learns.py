@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.it_learns    # after benchmarks/same_curve.py or benchmarks/sums.py
+python -m docs.scripts.it_learns    # after benchmarks/same_curve.py, sums.py or two_steps.py
 """
 
 import json
@@ -119,6 +119,15 @@ def kind_rows(results: dict) -> list[str]:
     return [*rows, f"| ten questions about other things | {' | '.join(right)} |"]
 
 
+def two_steps_rows(results: dict) -> list[str]:
+    """Return the table rows about recipes/two_steps.yaml: one per run and evaluation."""
+    rows = []
+    for run in results["runs"]:
+        for at, sampled, greedy in zip(run["at"], run["sampled"], run["greedy"], strict=True):
+            rows.append(f"| {run['run']} | {at} | {sampled:.3f} | {greedy:.3f} |")
+    return rows
+
+
 def beside_rows(results: dict) -> list[str]:
     """Return the rows of the table about recipes/sums.yaml in both trainers."""
     sides = [results["beside_trl"][side]["steps"] for side in COLORS]
@@ -134,6 +143,7 @@ TABLES = {  # {first heading cell: (JSON file, rows)}
     "run": ("sums", sums_rows),
     "kind": ("sums", kind_rows),
     "step": ("sums", beside_rows),
+    "two steps": ("two_steps", two_steps_rows),
     "clothes": ("clothes", clothes_rows),
 }
 PICTURES = {"images/same_curve.svg": draw_same_curve, "images/sums.svg": draw_sums}
