@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.nn.functional import pad
 
+from minivlmrl.extras.parity.names import SCOPES
+
 
 class Values:
     """Argument `s` of formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
@@ -58,6 +60,14 @@ class Change(dict):
         if not callable(deviation):
             return deviation
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
+
+    def inside(self, use: str) -> "Change":
+        """Return the bug, or an empty Change if it is limited to a computation other than `use`."""
+        other_uses = {*self.get("inside", ())} - {use}
+        for _, uses, _ in SCOPES:
+            if use in uses and not other_uses.isdisjoint(uses):
+                return Change(self.d, {})
+        return self
 
 
 def composed(first: Any, then: Any) -> Any:

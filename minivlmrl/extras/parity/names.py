@@ -74,6 +74,11 @@ def encoded_again(s):
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
 
+def normalized_again(s, correction: int, epsilon: float):
+    parts = [s.x[part] for part in s.micro_batches]
+    return torch.cat([(x - x.mean()) / (x.std(correction=correction) + epsilon) for x in parts])
+
+
 def of_answers(column: int) -> dict[str, Callable]:
     """Return bugs in the chosen (0) or rejected (1) answer."""
     wrong = torch.eye(2)[column]
@@ -117,7 +122,8 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-USES = ("the sum", "the count", "the ratio")  # a mask may be wrong for only one of them
+# computations to which a bug may be limited, such as a mask that is wrong only in token counts
+SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # {target and effect: {bug: formula}}
 FORMULAS: dict[str, dict[str, Any]] = {
@@ -213,10 +219,11 @@ FORMULAS: dict[str, dict[str, Any]] = {
             lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
         "the mean of the rows is only over rows with a token":
             lambda s: row_mean(s.terms, s.mask).sum() / s.completion_mask.any(1).sum(),
-        "advantages are normalized again within each micro-batch": {
-            "advantages": lambda s: torch.cat([
-                (x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)
-            ]),
+        **{
+            f"advantages are normalized again within each micro-batch{text}, with an epsilon of {epsilon:g}":
+                {"advantages": partial(normalized_again, correction=correction, epsilon=epsilon)}
+            for correction, text in ((1, ""), (0, " by the biased standard deviation"))
+            for epsilon in (1e-8, 1e-6, 1e-4)
         },
         "the sum of a row is divided by the lengths of all rows, because (B,) and (B, 1) are broadcast": lambda s: (
             s.terms.sum(1) / s.mask.sum(1, keepdim=True).clamp(min=1)

@@ -86,9 +86,16 @@ class Bug:
         is_formula = any(callable(x) and x in table.GENERAL_FORMULAS for x in self.change.values())
         return not self.of.used_by and (self.is_scoped or is_formula)
 
+    def may_be_inside(self, target: str) -> bool:
+        """Return whether the bug can be limited to one computation, such as the baseline of the advantages."""
+        # a wrong row order in only the baseline would fit too often by chance
+        may_be = "mask" in self.change or not self.is_scoped
+        return may_be and target in (*self.change, "") and not self.is_fitted
+
     def inside(self, use: str) -> "Bug":
-        """Limit a wrong mask to one use, as in "padding is counted, only in the sum"."""
-        return replace(self, says=f"{self.says}, only in {use}", change=self.change | {"inside": [use]})
+        """Limit the bug to one computation, as in "a reward is halved, only in the baseline"."""
+        change = self.change | {"inside": [*self.change.get("inside", []), use]}
+        return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float) -> "Bug":
         """Put the number into the text, for example "all values are 8 times as large"."""
@@ -122,9 +129,10 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                     result.append(Bug(text, pieces, target))
     # specific bugs, such as a clip bound, before general ones, such as a sign
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
-    if names & {"grpo", "sft"}:
-        masks = [bug for bug in result if "mask" in bug.change and "inside" not in bug.change]
-        result += [bug.inside(use) for use in table.USES for bug in masks]
+    for of_stages, uses, target in table.SCOPES:
+        if names & set(of_stages.split(", ")):
+            alone = [bug for bug in result if bug.may_be_inside(target)]
+            result += [bug.inside(use) for use in uses for bug in alone]
     return result
 
 
@@ -211,6 +219,7 @@ class Region(NamedTuple):
 
     says: str  # rows or parameters, "" = all
     inside: dict[str, Tensor]  # {tensor in the stage: bool mask}
+    rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
         """Ignore errors elsewhere: use recomputed numbers there."""
@@ -230,7 +239,7 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
         return regions
     for says, rows in d.row_sets.items():
         by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}
-        region = Region(says, {key: rows.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()})
+        region = Region(says, {key: rows.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}, rows)
         outside = Region("", {key: ~mask for key, mask in region.inside.items()})
         if error(region.of(answer)) > TOLERANCE >= error(outside.of(answer)):
             regions.append(region)
@@ -282,9 +291,16 @@ class Search:
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
         """Limit the bug to one place, such as truncated completions; [] if wrong numbers remain."""
+        d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
-        return fit(region.of(answer), bug, self.d)
+        explained = fit(region.of(answer), bug, d)
+        if explained and region.rows is not None and "loss" in answer and d.about["kind"] != "dpo":
+            rows = region.rows[:, None]
+            theirs, ours, unit = computed("loss", d, bug.change | {"weights": rows})["loss"]
+            _, others, other_unit = computed("loss", d, {"weights": ~rows})["loss"]
+            return fit({"loss": (theirs, ours + others, unit + other_unit)}, bug, d)
+        return explained
 
     def is_few(self, region: Region) -> bool:
         """Return whether fewer than two rows or groups are wrong: too few to fit a number."""

@@ -190,9 +190,7 @@ def here_or_later(x: Tensor) -> Tensor:
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the mask for one use; a bug may be limited to others."""
-    mask = change.d["completion_mask"].double()
-    return change("mask", mask) if use in change.get("inside", [use]) else mask
+    return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
 def loss(d: Dump, change: Change) -> Answer:
@@ -283,10 +281,15 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, change: Change) -> Tensor:
-    pieces = PolicyPieces(logps, change)
-    total = policy_term(pieces, change)
-    beta = pieces.options.beta
-    return total + beta * kl_term_of(pieces, change) if beta else total
+    total = torch.zeros(2, len(change.d.micro_batches))
+    shared = PolicyPieces(logps, change)
+    for use, (term, weight_name) in POLICY_TERMS.items():
+        inside = change.inside(use)
+        pieces = shared if inside is change else PolicyPieces(logps, inside)
+        weight = getattr(pieces.options, weight_name, 1.0)
+        if weight:
+            total = total + weight * term(pieces, inside)
+    return total
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
@@ -321,19 +324,21 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     kl = change("KL", kl, pieces)
     # Accept rounding errors of a KL with torch.expm1, about 1e-7 times the log-ratio in float32. With torch.exp, errors
     # are larger: a mistake.
-    return averaged(kl, change, "KL average", 0.02 * pieces.ref_log_ratio.detach().abs())
+    return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
+# {term in the GRPO loss: (function, option with its weight)}
+POLICY_TERMS = {"the policy's term": (policy_term, ""), "the KL": (kl_term_of, "beta")}
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
-def averaged(terms: Tensor, change: Change, name: str = "average", rounding: Tensor | float = 0.0) -> Tensor:
+def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
     """Return (2, M): mean token loss and mean absolute token loss per micro-batch."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
     definition = loss_options(Change(change.d, {}))
-    average = ALL_AVERAGES[change(name, change("average", definition.loss_type))]
+    average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
     sizes = terms.detach().abs() + rounding  # `rounding` is for terms that are differences between larger numbers
     results = []
