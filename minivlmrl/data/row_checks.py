@@ -233,7 +233,8 @@ def check_call(call: dict, turn_name: str):
         with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
             arguments = parse_json(arguments)
     expected = "an object or its JSON text, {} for a function without arguments"
-    require(isinstance(arguments, dict), f"the value of arguments in {name}", arguments, expected)
+    is_object = arguments is None or isinstance(arguments, dict)
+    require(is_object, f"the value of arguments in {name}", arguments, expected)
 
 
 def check_texts(columns: dict):
