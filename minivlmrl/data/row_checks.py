@@ -226,7 +226,8 @@ def check_call(call: dict, turn_name: str):
         check_keys(function, ("name", "arguments"), f"the function of {name}")
     called, arguments = function.get("name"), function.get("arguments")
     # templates write the name between quotes
-    is_name = isinstance(called, str) and called.strip() and json.dumps(called, ensure_ascii=False) == f'"{called}"'
+    is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
+    is_name = is_plain and called.strip() != ""
     require(is_name, f"the function name in {name}", called, "a text without quotes, backslashes and line breaks")
     if isinstance(arguments, str):
         with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
