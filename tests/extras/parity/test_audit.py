@@ -17,6 +17,7 @@ from minivlmrl.extras.parity.loss_search import as_step
 from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.search import TOLERANCE, computed, error, find_bugs
 from minivlmrl.extras.parity.step import Dump, read, write
+from tests.extras.parity import bugs
 from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "numerical_parity.md").read_text()
@@ -138,6 +139,7 @@ def test_a_gradient_that_is_nan_is_located():
 
 def test_sources_of_causes_exist_and_the_page_counts_the_causes():
     assert f" {sum(map(len, table.BUGS.values()))} causes" in PAGE
+    assert f"All {len(bugs.TRL_BUGS | bugs.UNSEEN_BUGS)} bugs" in PAGE
     package = ROOT / "minivlmrl"
     sources = " ".join(target.source for target in table.TARGETS.values())
     found = set(re.findall(r"(?<!docs/)\b([\w/]+\.py)(?:: (\w+))?", sources))
