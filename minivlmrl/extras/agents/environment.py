@@ -16,41 +16,41 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
 
 class Environment(Protocol):
-    """Tool environment, with the state of one completion.
+    """Tool environment; each completion gets its own instance.
 
-    Public methods are tools, except `reset` (required), `get_reward` and `observe`. `done = True` ends the completion.
-    Other attributes are settings, such as `max_tool_calls = 3`.
+    All public methods except `reset` (required), `get_reward` and `observe` are tools. `done = True` ends the
+    completion. Attributes such as `max_tool_calls = 3` override the defaults in Settings.
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion; arguments: columns of the row."""
+        """Start a completion; the row's columns are passed as keyword arguments."""
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Tool environment that scores its completion, with `rewards: {environment: 1}`."""
+    """Tool environment with its own reward, enabled by `rewards: {environment: 1}`."""
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward, None if unknown, or a reward per turn; the last may be missing."""
+        """Return a reward, None for no score, or one reward per turn; the last turn may have none."""
 
 
 @dataclass
 class Settings:
     """Settings of a tool environment."""
 
-    # declare the tools in the system message, as the chat template does
+    # whether to declare the tools in the system message
     declare_tools: bool = True
-    # per completion; more are ignored
+    # maximum tool calls per completion; further calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # per tool call
+    # time limit for one tool call
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
-    # per tool result
+    # maximum length of one tool result
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # per tool result, all images together
+    # maximum size of one tool result, summed over its images
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Return the constructor for a name in a recipe: a class such as "my_tools.py:Turn(step=45)", or functions."""
+    """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
         if not inspect.isclass(kind):
@@ -70,14 +70,14 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """Base of environments from functions."""
+    """Base class for environments built from plain functions."""
 
     def reset(self, **columns):
         pass
 
 
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Create an environment class from functions."""
+    """Create an environment class with the given functions as tools."""
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
@@ -88,16 +88,16 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a Processor whose chat template declares the tools of an environment."""
+    """Return a Processor whose chat template declares the environment's tools."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # templates of Qwen2-VL and Qwen2.5-VL cannot declare tools
+            # Qwen2-VL and Qwen2.5-VL chat templates do not support tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # saved with the model
+            # save the new template with the model
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -109,7 +109,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Return get_reward per completion, as in TRL; rewards of turns are summed, None without an environment."""
+    """Score completions with their environment's get_reward, as in TRL. Per-turn rewards are summed."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
@@ -126,7 +126,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that a recipe has the reward "environment" if its environment has get_reward, and only then."""
+    """Check that the recipe uses the reward "environment" if and only if its environment has get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise UserError(
@@ -141,7 +141,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read settings from the attributes of an environment, with defaults."""
+    """Read an environment's settings from its attributes, using defaults for missing ones."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -150,7 +150,7 @@ def settings_of(environment: Environment) -> Settings:
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return {name: bound method} with all tools."""
+    """Return an environment's tools as {name: bound method}."""
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":
@@ -159,7 +159,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass to validate the arguments of a tool."""
+    """Create a dataclass for validating a tool's arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = typing.get_type_hints(tool, include_extras=True)

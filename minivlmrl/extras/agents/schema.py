@@ -22,14 +22,14 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# indentation, name and description of an argument in a docstring's Args section
+# one argument in a Google-style Args section: indentation, name, description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
-# end of an argument description, such as (choices: ["left", "right"])
+# allowed values at the end of an argument description: (choices: ["left", "right"])
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Return a tool's schema, from signature, type hints and Google-style docstring."""
+    """Build a tool's JSON schema from its signature, type hints and Google-style docstring."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     docstring = inspect.getdoc(tool) or ""
@@ -50,7 +50,7 @@ def json_schema(tool: Callable) -> dict:
 
 
 def add_descriptions(properties: dict[str, dict], section: str):
-    """Add descriptions from an Args section to argument schemas."""
+    """Add the descriptions in a docstring's Args section to the argument schemas."""
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name not in properties:
@@ -87,7 +87,7 @@ def type_schema(hint) -> dict:
 
 
 def union_schema(hints: tuple) -> dict:
-    """Return a union's schema, such as {"type": ["integer", "string"]} for int | str."""
+    """Return the JSON schema for a union, such as {"type": ["integer", "string"]} for int | str."""
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})
     if len(schemas) == 1:

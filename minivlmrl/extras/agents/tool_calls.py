@@ -22,24 +22,24 @@ from minivlmrl.errors import UserError, error_context, pluralize, require, trunc
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
-# Python constants in Qwen3.5's tool calls -> JSON
+# Python constants in Qwen3.5 tool calls, and their JSON equivalents
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # memory address, such as 0x7f3a91c0
-# (tool name, text between the tags); Qwen's <tool_call> has an empty name
+# (tool name, text between the tags); the name is "" for Qwen's <tool_call>
 Call = tuple[str, str]
-# image from a tool, patch grid (frames, rows, columns)
+# (image returned by a tool, its patch grid as (frames, rows, columns))
 Picture = tuple[Image, tuple[int, int, int]]
-# the model reads their message as the result
+# exceptions whose message is shown to the model as the tool result
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find tool calls in the policy's text since the last result, in text order.
+    """Find tool calls in the text generated since the last tool result.
 
-    <zoom>1, 2</zoom> is the only call, found once its tag is closed. In Qwen's format, a turn may have several, found
-    when it has ended.
+    A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. All calls in Qwen's format are returned
+    when the turn has ended.
     """
-    begins = {}  # {tool name: start of its arguments in the text}
+    begins = {}  # {tool name: index in `text` where its arguments begin}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -54,10 +54,10 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Run a tool call; if it fails or its result is too large, the model reads "error: ...".
+    """Run a tool call; an exception or an oversized result becomes the text "error: ...".
 
     Args:
-        name, inside: see Call.
+        name, inside: the parsed call, see Call.
     Returns:
         message parts, images with their grids, whether the call succeeded
     """
@@ -71,7 +71,7 @@ def answer_call(
         pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
         return parts, pictures, True
     except FAILURES as error:
-        # without memory addresses, which differ between runs
+        # remove memory addresses, which differ between runs
         text = f"error: {ADDRESS.sub('0x', str(error)) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
@@ -88,7 +88,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
     """Compute the patch grid (frames, rows, columns) of an image."""
-    width, height = to_rgb(image).size  # an error for a damaged image
+    width, height = to_rgb(image).size  # raises if the image is damaged
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
     )
@@ -96,7 +96,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Create an environment, and reset it with the columns of a row."""
+    """Create an environment, and pass the row's columns to its `reset`."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -114,7 +114,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call a method that is no tool, such as `reset` or `observe`."""
+    """Call an environment method that is not a tool, such as `reset` or `observe`."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -128,13 +128,13 @@ def call(tools: dict[str, Callable], name: str, inside: str):
     else:
         name, arguments = read_call(inside, tools)
     values = vars(build(arguments_of(tools[name]), arguments, name))
-    with error_context(name):  # infinite numbers or half of a surrogate pair could end the run later, in get_reward
+    with error_context(name):  # reject infinities and lone surrogates: get_reward could crash on them
         json.dumps(values, allow_nan=False, ensure_ascii=False, default=str).encode()
     return tools[name](**values)
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse arguments between tags, such as `1, "cat"`, in parameter order."""
+    """Parse positional arguments, such as `1, "cat"`, from the text between the tags."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -146,7 +146,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a call in Qwen's <tool_call> format: tool name and arguments."""
+    """Parse tool name and arguments from a call in Qwen's <tool_call> format."""
     written_call = read_parameters(inside, tools) or parse_json(inside, json.loads)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise UserError('a tool call must have the form {"name": ..., "arguments": {...}}')
@@ -156,7 +156,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in Qwen3.5's <function=...> format; None for any other."""
+    """Parse a call in Qwen3.5's <function=...> format; return None for other formats."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -171,9 +171,9 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse an argument in Qwen3.5's format: JSON, but strings have no quotes.
+    """Parse one argument in Qwen3.5's format: JSON with unquoted strings.
 
-    Example: for int | str, the text 7 is a number; 7.5, seven and "7" (with its quotes) are strings.
+    Example: for int | str, 7 becomes a number; 7.5, seven and "7" (with its quotes) stay strings.
     """
     value = text
     with suppress(ValueError):
@@ -184,11 +184,11 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # wrong type: reported by validation
+    return value  # wrong type: validation will report it
 
 
 def part(result) -> dict:
-    """Convert a tool result, such as a PIL image or TRL's message part, to a message part."""
+    """Convert a tool result, such as a PIL image or a TRL message part, to a message part."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):
@@ -198,7 +198,7 @@ def part(result) -> dict:
 
 
 def valid_text(value: Any) -> Any:
-    """Replace lone surrogates with "?", also in lists and dicts: UTF-8 cannot encode them."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with "?", recursing into lists and dicts."""
     return map_nested(value, lambda text: text.encode(errors="replace").decode())
 
 
@@ -214,8 +214,9 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
     """Render tool results as text pieces.
 
     Args:
-        answers: message parts per result.
-        opening: see `turn_opening`; the results are a user turn. Empty: one <result>...</result> in the policy's turn.
+        answers: message parts, one list per tool result.
+        opening: from `turn_opening`, to render a user turn; if empty, render <result>...</result> in the assistant
+            turn.
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

@@ -17,7 +17,7 @@ class ToolProcessor(Processor):
     tools: Sequence[str] = ()  # tool names
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Insert results of calls such as <search>cats</search> into the assistant turn, as <result>...</result>."""
+        """Merge results of calls such as <search>cats</search> into the assistant turn as <result>...</result>."""
         joined = []
         is_answered = False  # whether the last joined turn ends with a tool result
         closing_tags = tuple(f"</{name}>" for name in self.tools)
@@ -45,7 +45,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Mark <result>...</result> after a tag such as </zoom>: not written by the assistant."""
+        """Mark <result>...</result> after a tag such as </zoom> as not written by the assistant."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []

@@ -1,6 +1,7 @@
 """Sample completions with tool calls.
 
-One forward pass reads a tool result, then decoding continues. No text is tokenized again: training uses sampled ids.
+Tool results are prefilled in one forward pass, then decoding continues. Training uses the sampled ids, never
+re-tokenized text.
 """
 
 import re
@@ -40,7 +41,7 @@ from minivlmrl.rewards.columns import box_scale
 
 
 class ToolEpisode:
-    """State of one completion and its environment while sampling."""
+    """Sampling state for one completion and its environment."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -48,23 +49,23 @@ class ToolEpisode:
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # UTF-8, from the policy since the last tool result
-        self.ids: list[int] = []  # completion, with tool results
-        self.policy_mask: list[bool] = []  # False for tool results
-        self.pictures: list[tuple] = []  # in tool results, as in Completion.pictures
-        self.unread: list[Prompt] = []  # tool results to read, at most one
+        self.text = b""  # generated since the last tool result, UTF-8
+        self.ids: list[int] = []  # completion ids, including tool results
+        self.policy_mask: list[bool] = []  # False for tool-result tokens
+        self.pictures: list[tuple] = []  # images in tool results, see Completion.pictures
+        self.unread: list[Prompt] = []  # at most one tool result to prefill
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
         """Append a sampled token, and run the tool calls it completes.
 
         Args:
-            turn_ends: it is a stop token.
-            text_ends: it completes a stop string.
+            turn_ends: whether it is a stop token.
+            text_ends: whether it completes a stop string.
         Returns:
-            whether the completion ends, apart from max_new_tokens
+            whether the completion ends for a reason other than max_new_tokens
         """
-        if self.ended:  # finished rows are decoded until `generate` removes them
+        if self.ended:  # finished completions stay in the batch until `generate` removes them
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
@@ -78,8 +79,8 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes; return the tool calls that end with it."""
-        # a closing tag may begin in an earlier token: search from one tag length before
+        """Append a token's bytes, and return the tool calls it completes."""
+        # a closing tag may span several tokens: also search the bytes before
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -88,7 +89,7 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.tool_use.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return True if the text after `searched_from` closes a call, as </zoom> does."""
+        """Return whether a tag such as </zoom> closes a call after byte `searched_from`."""
         closing_tags = self.closing_tag.finditer(self.text, searched_from)
         return any(b"<%s>" % tag[1] in self.text for tag in closing_tags)
 
@@ -96,13 +97,13 @@ class ToolEpisode:
         """Run tool calls, and append their results to the completion.
 
         Returns:
-            whether the completion ends: the environment is done, or the results are too long
+            whether the completion ends, because the environment is done or the results do not fit
         """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # too long: images in a result cannot be truncated
+        # too long: end the completion, because images cannot be truncated
         if len(ids) >= tokens_left:
             self.tool_use.cut = True
             return True
@@ -130,7 +131,7 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add tool results, environment and number of tool calls to a completion."""
+        """Add tool results and tool-use counts to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.tool_use.cut
         completion.tool_use = self.tool_use
@@ -152,14 +153,14 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Tokenize tool results as a user turn after the policy's turn, or as text inside it."""
+    """Tokenize tool results as a user turn if the turn has ended, else as text in the assistant turn."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Convert tool results to a Prompt, and (image, patches, grid) per image for Completion.pictures."""
+    """Convert tokenized tool results to a Prompt, and their images to (image, patches, grid) tuples."""
     images = processor.image_processor
     shown = [(image, *images(image)) for image, _ in pictures]
     no_patches = torch.zeros(0, images.patch_dim, dtype=images.dtype)
@@ -169,7 +170,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Copy an image; PIL copies its pixels only on a change."""
+    """Copy an image lazily: PIL copies the pixels only if the copy is modified."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -178,25 +179,25 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Place of a tool result in its forward pass and in the KV cache."""
+    """Location of a tool result in the packed forward pass and in the KV cache."""
 
-    row: int  # in the decoding batch
-    tokens: slice  # in the packed tokens of all results
-    prompt: int  # in the decoding batch
+    row: int  # row in the decoding batch
+    tokens: slice  # its packed tokens
+    prompt: int  # prompt index in the decoding batch
     prompt_length: int
-    begin: int  # positions after the prompt
+    begin: int  # cache positions, counted after the prompt
     end: int
 
 
 class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over packed tool results.
 
-    Tokens attend to the prompt, to earlier tokens of their completion, and causally within their result.
+    Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
         decoding: attention for decode steps.
-        rows: row in the decoding batch, per result.
-        lengths: tokens per result.
+        rows: decoding-batch row for each result.
+        lengths: number of tokens in each result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
@@ -204,8 +205,8 @@ class AnswerAttention(DecodeAttention):
         self.layer_states = decoding.layer_states
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one per prompt
-        newest = decoding.newest.tolist()  # position of the newest token, per row
-        # per result: row in the batch, packed tokens
+        newest = decoding.newest.tolist()  # newest cache position per row
+        # (batch row, packed tokens) as slices, one pair per result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -231,11 +232,11 @@ class AnswerAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # cached keys and values: (R, K, C, D), R completions, K heads, C tokens, D features
         row_k, row_v = self.decoding.row_kv[layer_index]
-        # (B, K, P, D), B prompts, P tokens
+        # prompt keys and values: (B, K, P, D), B prompts, P tokens
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # queries of one result: (1, heads, tokens, D)
+            # queries for one result: (1, heads, tokens, D)
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)
@@ -245,7 +246,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Append keys (or values) of a result to its row's KV cache, and return the row.
+    """Append a result's keys (or values) to its row in the KV cache, and return that row.
 
     Args:
         row_cache: (R, K, C, D), completion cache, modified in place.
@@ -256,13 +257,13 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
         (1, K, prompt_length + end, D), up to the end of the result
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
-    # (K, prompt_length, D), without padding
+    # prompt without padding: (K, prompt_length, D)
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]
     return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
-    """Decode step that reads new tool results."""
+    """Decode step that also prefills new tool results."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -287,10 +288,10 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on tool results: logits after each, (results, vocabulary size).
+        """Prefill tool results; return the logits after each one, (results, vocabulary size).
 
         Args:
-            rows: row in the decoding batch, per result; also as the tensor `index`.
+            rows: decoding-batch row for each result; `index` is the same as a tensor.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -308,7 +309,7 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Sampler with tools from sampling.environment."""
+    """Sampler for completions with tool calls, using sampling.environment."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -341,12 +342,12 @@ AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the environment constructor in sampling.environment."""
+    """Resolve sampling.environment to an environment constructor."""
     name = sampler.sampling.environment
     if name is None:
         raise UserError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # one rank alone reads a tool result: it needs all weights
+    # ranks prefill tool results independently: each needs all weights
     if not sampler.gather_weights:
         raise UserError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -362,7 +363,7 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create an episode with its own environment per completion."""
+    """Create one episode per completion, each with its own environment."""
     episodes = []
     for prompt in prompts:
         row = prompt.row
@@ -381,14 +382,14 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return arguments for an environment's `reset`.
+    """Return the keyword arguments for an environment's `reset`.
 
-    `extents`: width and height of the coordinate system of boxes, per image.
+    `extents` lists the (width, height) of the box coordinate system for each image.
     """
-    images = list(row.images)  # loaded lazily
+    images = list(row.images)  # list() loads lazy images
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # of images: videos have second_per_grid_ts above 0
+    # image grids only: videos have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -400,7 +401,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append a sampled token to each completion, episodes `rows` (r,); return whether they end, (r,)."""
+    """Append sampled tokens to the episodes at `rows` (r,); return which of them end, (r,)."""
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []
     for row, token, turn_end, text_end in zip(*sampled, strict=True):

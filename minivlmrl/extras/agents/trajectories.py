@@ -1,9 +1,9 @@
-"""Sample trajectories: completions in several turns, each with its own context window.
+"""Sample trajectories: multi-turn completions where each turn has its own context window.
 
-A context window is the prompt of a turn: first the row's prompt, later the messages from the environment's
-`observe(rounds)` or, with sampling.history=K, all text so far and the images of the newest K rounds. A round is a turn
-with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. For the loss, all turns are
-one completion.
+A context window is one turn's prompt. The first is the row's prompt. Later ones hold the messages returned by
+`observe(rounds)` or, with sampling.history=K, all text so far and the images from the newest K rounds. A round is a
+turn with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns
+as one completion.
 """
 
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return TrajectorySampler or ToolSampler."""
+    """Return TrajectorySampler if each turn has its own prompt, else ToolSampler."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return True if every turn has its own prompt."""
+    """Return whether each turn has its own prompt."""
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise UserError(
@@ -57,22 +57,22 @@ def has_windows(name: str, history: int | None) -> bool:
 
 @dataclass
 class Round:
-    """Turn with tool calls, and their results."""
+    """One turn with its tool calls and their results."""
 
-    text: str  # from the policy
-    parts: list[dict]  # results as message parts
-    answers: Prompt  # results as token ids and patches
-    images: list[PIL.Image.Image]  # in the results
+    text: str  # generated text
+    parts: list[dict]  # tool results as message parts
+    answers: Prompt  # tool results as token ids and patches
+    images: list[PIL.Image.Image]  # images in the tool results
 
 
 class Episode(ToolEpisode):
-    """State of one trajectory while sampling."""
+    """Sampling state for one trajectory."""
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
         self.prompt = prompt
         self.row = row
-        self.key = ""  # sampling seed, together with the turn number
+        self.key = ""  # seeds the sampling, together with the turn number
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
@@ -82,7 +82,7 @@ class Episode(ToolEpisode):
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Run tool calls, and record the round unless the environment is done; always True: calls end a turn."""
+        """Run tool calls and record the round; return True, because a tool call always ends the turn."""
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)
@@ -93,7 +93,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and start the next."""
+        """Store a sampled turn, and reset the state for the next one."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -103,7 +103,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # for logs: last image of each later prompt
+        # for logs: the last image in each later prompt
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -116,10 +116,10 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(Sampler):
-    """Sampler for trajectories.
+    """Sampler for multi-turn trajectories.
 
-    Seed of a turn: prompt seed, index in the group, turn number. Sharded weights are gathered before the first turn,
-    because this needs all ranks, and some may have no later turns.
+    A turn's seed consists of prompt seed, index in the group and turn number. Sharded weights are gathered before
+    the first turn: gathering needs all ranks, and some may have no later turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -160,7 +160,7 @@ class TrajectorySampler(Sampler):
     def sample_turns(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample the next turn of unfinished trajectories."""
+        """Sample one turn for each unfinished trajectory."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)
@@ -191,13 +191,13 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build the next prompt from the messages of `observe`."""
+    """Build the next prompt from the messages returned by `observe`."""
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
         raise UserError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
     check_messages(messages)
-    messages = valid_text(messages)  # a tool may store any text of the policy
+    messages = valid_text(messages)  # generated text may have lone surrogates
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")
@@ -211,7 +211,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build the next prompt from all text so far and images of the newest rounds."""
+    """Build the next prompt from all text so far and the images in the newest rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens
@@ -220,7 +220,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # a sampled image token has no image
+        # drop sampled vision tokens: they have no image
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]

@@ -37,7 +37,7 @@ from minivlmrl.run.setup import build_model
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    # before the weights: a wrong file name
+    # before loading weights: fail early on a wrong file name
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
@@ -61,7 +61,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the user's options, and prompt settings and stopping rules saved with the model."""
+    """Combine command-line options with the prompt and stopping options saved with the model."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
@@ -93,7 +93,7 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Print an answer during sampling."""
+    """Print a completion while it is sampled."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
@@ -107,7 +107,7 @@ class Stream:
                 print(self.decoder.decode(text), end="", flush=True)
 
     def end(self):
-        """End the line; an incomplete character is printed as U+FFFD."""
+        """End the line, printing an incomplete character as U+FFFD."""
         print(self.decoder.decode(b"", final=True))
 
 

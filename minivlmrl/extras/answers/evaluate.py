@@ -1,4 +1,4 @@
-"""Answer the rows of a data file, and write one line per row and a summary; `evaluate` also scores the answers.
+"""Answer the rows in a data file, and write one line per row and a summary. `evaluate` also scores the answers.
 
 minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -6,10 +6,10 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 --model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
-and evaluation rewards; as in evaluations during a run, top_k, top_p, min_p and repetition_penalty are not used. The
-default is config.yaml of the run that trained the model, else minivlmrl.yaml beside the weights, else own_data.yaml
-with the prompt template {problem}. An adapter's folder has its options, except adapter.quantize, which is in the recipe
-that trained it.
+and evaluation rewards. Its top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training.
+The default recipe is config.yaml from the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with
+the prompt template {problem}. Adapter options are read from the adapter folder, except adapter.quantize, which is read
+from the training recipe.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run `evaluate`, or `generate`, which computes no rewards."""
+    """Run `evaluate` or `generate`; only `evaluate` computes rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise UserError(
@@ -105,10 +105,10 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe, with model and data file from the command line."""
+    """Load the recipe with the model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # not trained with a prompt template
+    # no training recipe: use prompts unchanged
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -130,8 +130,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
             raise UserError(f"{override} has no effect; use --model, --data, --rows or --temperature instead")
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
-    is_found = options.recipe is None  # only the user's recipe may load code
-    # a found recipe must not load code: its rewards are read only without data.eval_rewards
+    is_found = options.recipe is None  # only a recipe given by the user may load code
+    # a found recipe must not load code: read its rewards only if data.eval_rewards is missing
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -143,7 +143,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print prompt options that had other values in training."""
+    """Print prompt options that differ from those used in training."""
     trained = find_recipe(options.model) if options.recipe else None
     if changed := changed_prompts(trained, config):
         print(
@@ -152,7 +152,7 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Return the recipe of the run that trained a model, else its minivlmrl.yaml, if any."""
+    """Return the training run's recipe, else the model's minivlmrl.yaml, else None."""
     own = find_folder(model) / INFERENCE_CONFIG
     own_options = read_yaml(own) if own.is_file() else {}
     for folder in Path(model).absolute().parents[:3]:  # RUN is a parent of RUN/best/checkpoint
@@ -163,7 +163,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return True if a recipe has all options, with equal values."""
+    """Return True if a recipe sets all options to the same values."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
@@ -173,7 +173,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # no score: NaN, null in JSON
+        # a missing score is NaN, null in JSON
         scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {
@@ -188,7 +188,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the share of truncated answers, and mean rewards of scored rows."""
+    """Compute the fraction of truncated answers and each reward's mean over scored rows."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
