@@ -3,8 +3,10 @@
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 REPEATED = 0.01  # seconds between repeated Overtime errors, for code that catches them
 longest = math.inf  # upper bound for all time limits in seconds, from shorten_limits
@@ -19,18 +21,17 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`.
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows
-    or outside the main thread. Endless C code, or code with its own SIGALRM handler, cannot be stopped.
+    or outside the main thread. Endless C code, or code with its own SIGALRM handler, cannot be stopped. An alarm of the
+    caller waits until the block has ended.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
         yield
         return
 
-    def stop(*_):
-        limit = min(seconds, longest)
-        raise Overtime(f"the call took more than {limit:g} second{'' if limit == 1 else 's'}")
-
-    former = signal.signal(signal.SIGALRM, stop)
+    start = time.monotonic()
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # the caller's alarm
+    former = signal.signal(signal.SIGALRM, partial(stop, seconds))
     signal.setitimer(signal.ITIMER_REAL, min(seconds, longest), REPEATED)
     try:
         try:
@@ -41,6 +42,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)  # repeated, because Overtime may interrupt the first call
         # None for a handler from C code, which signal.signal rejects
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+        if delay:
+            signal.setitimer(signal.ITIMER_REAL, max(start + delay - time.monotonic(), REPEATED), interval)
+
+
+def stop(seconds: float, *_):
+    limit = min(seconds, longest)
+    raise Overtime(f"the call took more than {limit:g} second{'' if limit == 1 else 's'}")
 
 
 def shorten_limits(seconds: float):
@@ -50,5 +58,6 @@ def shorten_limits(seconds: float):
     """
     global longest
     longest = seconds
-    if hasattr(signal, "SIGALRM") and signal.getitimer(signal.ITIMER_REAL)[0] > seconds:
+    is_ours = hasattr(signal, "SIGALRM") and getattr(signal.getsignal(signal.SIGALRM), "func", None) is stop
+    if is_ours and signal.getitimer(signal.ITIMER_REAL)[0] > seconds:
         signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from minivlmrl.config.time_limit import Overtime, time_limit
+from minivlmrl.config import time_limit as limits
+from minivlmrl.config.time_limit import Overtime, shorten_limits, time_limit
 
 
 def endless():
@@ -44,3 +45,25 @@ def test_overtime_is_raised_again_in_code_that_catches_it():
                 if len(caught) == 3:
                     raise
     assert len(caught) == 3
+
+
+@pytest.fixture
+def alarm():
+    """Set an alarm in 100 seconds, as pytest-timeout does for each test."""
+    former, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 100)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, *timer)
+    signal.signal(signal.SIGALRM, former)
+
+
+def test_an_alarm_of_the_caller_keeps_its_time(alarm, monkeypatch):
+    monkeypatch.setattr(limits, "longest", limits.longest)
+    with time_limit(50):
+        pass
+    shorten_limits(10)
+    assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    with time_limit(50):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] <= 10
+    assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100

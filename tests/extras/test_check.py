@@ -157,6 +157,16 @@ def tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
+@pytest.mark.parametrize(("ids", "is_named"), [("ab", False), ("ba", True), ((None, None), False), ("a", False)])
+def test_tool_results_in_another_order_than_their_calls_are_named(tmp_path, ids, is_named):
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [{"role": "tool", "content": "2", "tool_call_id": name} for name in ids]
+    turns = [{"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": "two"}]
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "How many?", "completion": turns}])
+    found = list(check_rows.check_conversations(FileDataset(tmp_path / "rows.jsonl", ()), None))
+    assert [text.partition(" rows have a tool result")[0] for text in found] == (["1 of 1"] if is_named else [])
+
+
 @pytest.mark.parametrize(("weight", "message"), [(0.001, []), (0.01, ["Correct answers score less than a word that"])])
 def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, message):
     """With the weight 0.01, 1,000 tokens score 10, and a correct answer scores 5."""

@@ -165,7 +165,11 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({"sharding.once_per_step": True}, "forward", 1, "--sharding.once_per_step=false"),
     ({"model.activation_checkpointing": True}, "forward", 1, "--grpo.micro_batch_size=16"),
     ({"grpo.micro_batch_size": 1}, "reference", 1, "--grpo.max_tokens_per_micro_batch=1024"),
+    ({}, "optimizer", 1, "--adapter.r=16"),
     ({"adapter.r": 4}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
+    # a run with these options refuses adapters
+    ({"reference.path": "a", "reference.sync_ref_model": True}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
+    ({"model.freeze": ["language"]}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
     ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", 1, "--model.dtype=bfloat16"),
     ({}, "load", 2, "--sharding.enabled=true"),
     ({"adapter.r": 4}, "load", 2, "--adapter.quantize=nf4"),  # sharding the base of an adapter saves less

@@ -41,12 +41,14 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for several system messages, and for images before the text in only some rows."""
-    num_two_systems = 0
+    """Check for several system messages, misplaced tool results, and images before the text in only some rows."""
+    num_two_systems = num_misplaced = 0
     image_orders = Counter()  # {image after the text: questions}
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
+        answers = [as_turns(answer or "") for answer in (row.completion, row.chosen, row.rejected)]
+        num_misplaced += any(misplaces_result([*row.messages, *answer]) for answer in answers)
         kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
         if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
             image_orders[kinds[0] == "text"] += 1
@@ -56,11 +58,29 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
             "counting data.system_prompt, which is ignored for rows with a system message of their "
             "own. Keep only one of the messages."
         )
+    if num_misplaced:
+        yield (
+            f"{num_misplaced} of {len(all_rows)} rows have a tool result with another tool_call_id than the call in "
+            "its place. The model sees no ids, so put results in the order of their calls."
+        )
     if min(image_orders[True], image_orders[False]) > 0.05 * image_orders.total():
         yield (
             f"{image_orders[True]} questions have the image after the text, and {image_orders[False]} have it before "
             "the text, where it is also placed if a prompt lacks the tag <image>. Use the same order for all questions."
         )
+
+
+def misplaces_result(turns: Sequence[dict]) -> bool:
+    """Return True if results of tools are not in the order of their calls, by their ids."""
+    calls = iter(())
+    for turn in turns:
+        if turn["role"] != "tool":
+            calls = iter(turn.get("tool_calls") or ())
+            continue
+        ids = next(calls, {}).get("id"), turn.get("tool_call_id")
+        if None not in ids and ids[0] != ids[1]:
+            return True
+    return False
 
 
 def check_duplicates(all_rows: Dataset) -> Iterator[str]:

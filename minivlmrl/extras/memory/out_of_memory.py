@@ -98,6 +98,9 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
+    # a moving reference from a folder has no adapters, and adapters of frozen layers are not trained
+    moves_folder = config.reference.path and config.reference.sync_ref_model
+    takes_adapters = not (adapter.r or moves_folder or "language" in model.freeze)
     # an environment needs gathered weights: one rank alone reads a tool's result
     gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
     options = {
@@ -108,7 +111,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
         "sharding": gpus > 1 and not config.uses_fsdp and "--sharding.enabled=true",
         "recomputation": not model.activation_checkpointing and "--model.activation_checkpointing=true",
         "nf4": has_full_base and "--adapter.quantize=nf4",
-        "lora": not adapter.r and "--adapter.r=16",
+        "lora": takes_adapters and "--adapter.r=16",
         "8-bit moments": config.optimizer.name == "adamw" and "--optimizer.name=adamw_8bit",
         "bfloat16": is_float32 and "--model.dtype=bfloat16",
     }
