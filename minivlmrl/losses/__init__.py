@@ -1,4 +1,4 @@
-"""Losses as pure functions; importing this package registers all variants of `grpo_loss`."""
+"""Losses as pure functions. Importing this package registers the variants of `grpo_loss`."""
 
 from minivlmrl.losses import grpo_variants
 

@@ -1,4 +1,4 @@
-"""Advantages from rewards, relative to the completion's group.
+"""Advantages: rewards relative to the other completions for the same prompt.
 
 ADVANTAGES maps values of the option grpo.advantages to functions.
 """
@@ -12,13 +12,13 @@ EPSILON = 1e-4  # avoids a division by 0, as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted reward sums: (n,).
+    """Compute the weighted sum of rewards per completion.
 
     Args:
         rewards: (n, K), NaN where a reward function returned None.
         weights: (K,)
     Returns:
-        (n,) sums. NaN counts as 0; a sum is NaN only if all K rewards are.
+        (n,) sums, ignoring NaN; NaN only if all K rewards are NaN.
     """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
@@ -31,7 +31,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     denominator) give +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: (n,) float32, groups of num_generations in a row, NaN for unscored completions.
+        rewards: (n,) float32, num_generations consecutive rewards per group, NaN for unscored completions.
         scale_rewards: standard deviation to divide by: "group", "batch" (over all n rewards), or "none".
     Returns:
         (n,) advantages, 0 for NaN rewards.
@@ -55,12 +55,13 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: normalize each reward within its group, then the weighted sums over the batch.
+    """Compute GDPO's advantages: normalize each reward within its group, sum with weights, normalize over the batch.
 
-    Example: rewards (0, 0) and (1, 100) become (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate.
+    Example: completions with rewards (0, 0) and (1, 100) get (-0.71, -0.71) and (0.71, 0.71) before the sum, so the
+    large reward does not dominate.
 
     Args:
-        rewards: (n, K), groups of num_generations in a row.
+        rewards: (n, K), num_generations consecutive rows per group.
         weights: (K,)
     Returns:
         (n,) advantages.
@@ -78,11 +79,11 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     Example: rewards 1, 0, 0 give 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
-        rewards: (n,); NaN is left out of all means and has advantage 0.
-        normalize: if True, scale the batch to mean 0 and standard deviation 1.
+        rewards: (n,). NaN rewards are ignored in the means and get advantage 0.
+        normalize: whether to normalize the batch to mean 0 and standard deviation 1.
     Returns:
         (n,) advantages.
-    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (for NaN, since TRL 1.6).
+    Source: RLOO eq. 6 (arXiv 2402.14740); TRL's RLOOTrainer (with NaN, since TRL 1.6).
     """
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)
@@ -93,8 +94,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# {grpo.advantages: function}. First argument: weighted reward sums (n,), groups of num_generations in a row. Further
-# arguments by name: rewards_per_func (n, K), reward_weights (K,), and options of the `grpo` section.
+# {grpo.advantages: function}. First argument: weighted reward sums (n,), num_generations consecutive rows per group.
+# Keyword arguments: rewards_per_func (n, K), reward_weights (K,), and options in the `grpo` section.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(
@@ -125,15 +126,15 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    Subtracting the maximum first gives exactly 0 for equal rewards. Otherwise AdamW could train on
-    the mean's rounding error.
+    Subtracting the maximum first makes equal rewards exactly 0. Otherwise a rounding error in the mean could remain,
+    and AdamW would scale it up to a normal update.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)
 
 
 def nanstd(x: Tensor) -> Tensor:
-    """Compute the standard deviation over the last axis, with n - 1, ignoring NaN; NaN for a single value."""
+    """Compute the sample standard deviation (n - 1) over the last axis, ignoring NaN; NaN for a single value."""
     count = (~x.isnan()).sum(-1)
     variance = center(x).square().nansum(-1) / (count - 1)
     return torch.where(count > 1, variance.sqrt(), float("nan"))

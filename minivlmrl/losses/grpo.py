@@ -2,15 +2,15 @@
 
 grpo.py imports only torch, so you can copy it into your own project.
 
-B completions, padded on the right to T tokens. Four steps, three with a table of functions to choose from:
+B completions are right-padded to T tokens. The loss has four steps, three with a table of functions to choose from:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Averages divide by the tokens or completions in the whole optimizer
-step, so micro-batch gradients add up to the step's gradient. grpo_variants.py adds RLOO, CISPO, SAPO and others.
+GRPO, DAPO and Dr. GRPO differ only in the average. Averages divide by tokens or completions in the whole optimizer
+step, so that micro-batch gradients can be summed. grpo_variants.py adds RLOO, CISPO, SAPO and others.
 """
 
 from collections.abc import Callable, Collection
@@ -20,16 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# keys in AVERAGES; grpo_variants.py adds those after dr_grpo
+# keys in AVERAGES; those after dr_grpo are in grpo_variants.py
 LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 
 
 @dataclass
 class LossNormalizer:
-    """Completions and tokens in a whole optimizer step; losses are divided by one of them."""
+    """Loss denominators: completions and tokens in a whole optimizer step."""
 
-    sequences: float  # completions
-    # tokens with mask 1, TRL's num_items_in_batch
+    sequences: float  # number of completions
+    # number of tokens with mask 1, num_items_in_batch in TRL
     tokens: float | Tensor
     max_completion_length: int | None = None  # divisor in Dr. GRPO
 
@@ -61,23 +61,23 @@ def grpo_loss(
     Args:
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         advantages: (B,) or per token (B, T).
-        mask: (B, T), 1 for tokens to train on. A row of zeros still counts as a sequence.
+        mask: (B, T), 1 for tokens to train on. An all-zero row still counts as a completion.
         loss_type: selects term and average; see TERMS and AVERAGES.
         importance_sampling_level: selects the ratio; see RATIOS. "sequence" is GSPO.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
         kl_estimator: see kl_term.
         use_bias_correction_kl: if True, multiply the KL by the ratio; see correct_kl.
-        old_per_token_logps: (B, T) log-probabilities at sampling time. None: sampled by the policy itself, ratio 1.
+        old_per_token_logps: (B, T) log-probabilities at sampling time, or None if the policy has not changed (ratio 1).
         ref_per_token_logps: (B, T) reference log-probabilities, required if beta is not 0.
-        token_weights: (B, T) or (B, 1) factors for the policy term, not the KL: a mask for high-entropy tokens, or
-            importance ratios that correct for the sampler. None is 1.
-        normalizer: totals for the whole optimizer step. None: this batch is the whole step.
-        term_options: options for the term in TERMS, such as delta.
+        token_weights: (B, T) or (B, 1) factors for the policy term but not the KL, such as a mask for high-entropy
+            tokens, or importance ratios that correct for the sampler. None means 1.
+        normalizer: totals for the whole optimizer step, or None if this batch is the whole step.
+        term_options: keyword arguments for the function in TERMS, such as delta.
     Returns:
-        Scalar loss, and metrics without gradient: `kl` in nats per token, and the term's, such as clip_ratio/low_mean.
+        Scalar loss, and detached metrics: `kl` in nats per token, and those from TERMS, such as clip_ratio/low_mean.
     Raises:
-        ValueError: unknown or impossible option, or missing tensor.
+        ValueError: unknown or invalid option value, or missing tensor.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
         GRPOTrainer._compute_loss in TRL 1.16 in value, gradient and defaults.
     """
@@ -100,7 +100,7 @@ def grpo_loss(
     log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
-    if beta:  # KL before the term: autograd then adds gradients in TRL's order
+    if beta:  # KL first, so that autograd sums gradients in the same order as in TRL
         kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
         if use_bias_correction_kl:
             kl = correct_kl(kl, ratio, kl_estimator)
@@ -140,8 +140,8 @@ class TermInputs:
     """Inputs for the functions in TERMS."""
 
     logps: Tensor  # (B, T) log-probabilities in nats, with gradient
-    log_ratio: Tensor  # (B, T) log pi - log pi_old per token, at any importance_sampling_level
-    ratio: Tensor  # pi / pi_old, (B, T) or (B, 1), by importance_sampling_level
+    log_ratio: Tensor  # (B, T) log pi - log pi_old, always per token
+    ratio: Tensor  # pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1), or (B, T) per token
     mask: Tensor  # (B, T), 1 for tokens to train on
     epsilon_low: float
@@ -152,7 +152,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound for the unclipped ratio, above 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291), or None.
+        delta: upper bound on the unclipped ratio, greater than 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291).
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - inputs.epsilon_low
@@ -168,7 +168,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# inputs -> token losses (B, T), metrics. Options of a term, such as delta, are keyword arguments of grpo_loss.
+# TermInputs -> per-token losses (B, T), metrics. grpo_loss passes on keyword arguments such as delta.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -185,8 +185,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without +        that of KL(pi || pi_ref)
 
-    With use_bias_correction_kl=True, the default, all have the gradient of KL(pi || pi_ref). The recipe option
-    grpo.kl_estimator has only k1, k2 and k3.
+    With use_bias_correction_kl=True, the default, all estimators have the gradient of KL(pi || pi_ref). The recipe
+    option grpo.kl_estimator accepts only k1, k2 and k3.
 
     Source: k1, k2 and k3 in Schulman, "Approximating KL divergence" (2020); gradients in arXiv 2506.09477; k1+, k2+ and
         k3+ in verl.
@@ -215,19 +215,19 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # already the gradient of KL(pi || pi_ref), so the ratio is detached
+    # detach the ratio, because k2 and the + variants already have the gradient of KL(pi || pi_ref)
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
 
-# token losses (B, T), 0 where the mask is 0 -> scalar
+# masked per-token losses (B, T), mask (B, T), normalizer -> scalar
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over tokens per completion, then over completions in the step
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
-    # mean over all tokens in the step: equal token weights
+    # mean over all tokens in the step, so that all tokens have the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # constant divisor instead of completion lengths: no length bias
+    # divide by a constant instead of completion lengths, to avoid length bias
     "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),
 }
 
@@ -244,14 +244,14 @@ def batch_normalizer(mask: Tensor) -> LossNormalizer:
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Average rows over tokens with mask 1: (B, T) -> (B, 1)."""
+    """Average each row over tokens with mask 1: (B, T) -> (B, 1)."""
     return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Average a metric over tokens with mask 1, or over completions if its shape is (B, 1)."""
     if x.dtype == torch.bool:
-        x = x.double()  # float64: parts from micro-batches must add up exactly
+        x = x.double()  # float64: sums over micro-batches must be exact
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)

@@ -1,6 +1,6 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds them to the tables in grpo.py. To copy one file into your project, copy both.
+Importing this module adds them to the tables in grpo.py. It needs only torch and grpo.py, so you can copy both files.
 """
 
 import math
@@ -16,11 +16,11 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # GSPO-token (arXiv 2507.18071 eq. 14): GSPO's ratio in value, but with gradients per token
+    # GSPO-token (arXiv 2507.18071 eq. 14): same value as GSPO's ratio, but per-token gradients
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # RLOO (arXiv 2402.14740): product over a completion
+    # RLOO (arXiv 2402.14740): product of token ratios in a completion
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 
@@ -34,7 +34,7 @@ def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor
 def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
     """Compute CISPO's token loss: -min(r, epsilon_high) A log pi, with the clipped ratio detached.
 
-    Unlike PPO's clipping, all tokens keep their gradient.
+    Clipped tokens keep their gradient, unlike in PPO.
 
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
@@ -69,11 +69,11 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's token loss: -phi(W) A log pi, with phi(W) = W^k exp(lambda (1 - W)) detached.
 
-    W is the product of token ratios over a completion; k and lambda differ between negative and other advantages.
+    W is the product of token ratios in a completion. k and lambda have different values for negative advantages.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability, a factor of W. In other
-            losses it multiplies the term.
+        importance_sampling_ratio: (B, T) or (B, 1) trainer / sampler probability; multiplies W here, but the loss term
+            in other losses.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -103,9 +103,9 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # as in TRL: mean over tokens in a micro-batch, so the gradient depends on micro-batch sizes
+    # as in TRL: mean over tokens in a micro-batch, so the gradient depends on the micro-batch size
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
-    # LUSPO (arXiv 2602.05261): sum over tokens, then mean over completions; long completions weigh more
+    # LUSPO (arXiv 2602.05261): sum over tokens, then mean over completions, so long completions weigh more
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
@@ -125,7 +125,7 @@ def kept_tokens(
     Args:
         entropies: (B, T), in nats; required if quantile < 1.
         mask: (B, T), 1 for tokens to train on.
-        quantile: share of tokens to keep; 1 keeps all.
+        quantile: fraction of tokens to keep; 1 keeps all.
         threshold: lowest entropy to keep, by default computed from this batch and `quantile`.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile.
     """
@@ -139,10 +139,10 @@ def kept_tokens(
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
-    """Compute the entropy above which a share of the tokens lies: 0.2 is the top 20 %.
+    """Compute the lowest entropy among the top `quantile` of tokens: 0.2 is the top 20 %.
 
     Args:
-        entropies: (n,); infinity is returned if n is 0.
+        entropies: (n,); if empty, the threshold is infinity.
     """
     entropies = entropies.detach().float()
     if not len(entropies):
@@ -155,13 +155,13 @@ def mean_entropy(
 ) -> Tensor:
     """Compute the entropy bonus: mean entropy over `kept` tokens.
 
-    Trainers subtract grpo.entropy_coef times the bonus from the loss, which raises the entropy.
+    Trainers subtract grpo.entropy_coef times the bonus from the loss.
 
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: kept tokens in the optimizer step. By default estimated as in TRL: tokens in this batch, divided by
-            its share of the step's completions.
+        num_tokens: number of kept tokens in the optimizer step. The default is TRL's estimate: kept tokens in this
+            batch, divided by its share of the completions in the step.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -171,11 +171,11 @@ def mean_entropy(
 def off_policy_mask(
     per_token_logps: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Mask completions with negative advantage that have become much less likely since sampling.
+    """Mask out completions with negative advantage that have become much less likely since sampling.
 
     Args:
-        sampling_per_token_logps: (B, T) log-probabilities from the sampler, NaN where it has none.
-        threshold: maximum mean of log pi_sampler - log pi over a completion, in nats per token.
+        sampling_per_token_logps: (B, T) log-probabilities from the sampler, NaN where unknown.
+        threshold: maximum mean over a completion, log pi_sampler - log pi, in nats per token.
     Returns:
         (B, 1) bool, or (B, T) for advantages per token; True for tokens to keep.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
@@ -195,13 +195,13 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute pi_trainer / pi_sampler, a factor for the loss with samplers such as vLLM.
+    """Compute pi_trainer / pi_sampler, a loss factor that corrects for samplers such as vLLM.
 
     Args:
         old_per_token_logps: (B, T) log-probabilities from the trainer, in nats.
         sampling_per_token_logps: (B, T) log-probabilities from the sampler; NaN gives ratio 1.
         mode: "token_..." for ratios per token, "sequence_..." for their product over a completion. "..._truncate" clips
-            ratios to [clip_min, clip_max]; "..._mask" sets ratios outside to 0.
+            ratios to [clip_min, clip_max]; "..._mask" sets ratios outside this range to 0.
         clip_max, clip_min: bounds on the ratio, None = no bound.
     Returns:
         (B, T), or (B, 1) for "sequence_...".

@@ -1,4 +1,4 @@
-"""PPO: token rewards, advantages from a critic (GAE), and loss. Imports only torch."""
+"""PPO: token rewards, advantages from a critic (GAE), and loss. ppo.py imports only torch."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and the returns 1, 1.
 
     Args:
-        rewards, values: (B, T), 0 after a row's end; values[:, t] is predicted before token t is sampled.
+        rewards, values: (B, T), 0 at padding; values[:, t] is predicted before token t is sampled.
     Returns:
         Advantages and returns (advantages + values), both (B, T).
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
@@ -53,12 +53,12 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
-    """Scale token values over a whole rollout to variance 1, and with shift_mean to mean 0.
+    """Normalize token values over a whole rollout to variance 1, and to mean 0 if shift_mean.
 
     Args:
-        parts, masks: a (B, T) tensor per micro-batch.
-        all_ranks: World.sum over ranks, None for one rank.
-    Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
+        parts, masks: one (B, T) tensor per micro-batch.
+        all_ranks: World.sum to sum over ranks, None for one rank.
+    Source: TRL 1.12's masked_whiten (sample variance, 1e-8 inside the square root).
     """
     add = all_ranks or (lambda *values: values)
     pairs = list(zip(parts, masks, strict=True))
@@ -100,14 +100,14 @@ def ppo_loss(
     Args:
         per_token_logps, values: (B, T) policy log-probabilities in nats and critic predictions, with gradient.
         mask: (B, T), 1 for tokens to train on.
-        cliprange: eps, at least 0, for the ratio and for values around their old values.
+        cliprange: eps, at least 0; clips the ratio around 1, and values around old values.
         vf_coef: value loss weight.
         old_per_token_logps, old_values: (B, T), at sampling time.
         advantages, returns: (B, T), from gae.
         normalizer: LossNormalizer with the divisor `tokens`, by default mask.sum().
     Returns:
         Loss, and metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release with one.
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12 (removed later).
     """
     eps = cliprange
     # mask before exp, which could overflow at padding tokens

@@ -1,13 +1,13 @@
-"""Losses on preference pairs: DPO and variants, and reward models.
+"""Losses on preference pairs: DPO, its variants, and the reward model loss.
 
-preference.py imports only torch, so you can copy it into your own project.
+preference.py imports only torch and grpo.py, so you can copy both files into your own project.
 
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
 
-Losses are divided by the pairs or tokens in the whole optimizer step (`normalizer`, by default the batch).
-`normalizer.sequences` counts both answers. Three losses depend on the micro-batch size: aot, aot_unpaired, and sft with
-use_weighting.
+Losses are divided by pairs or tokens in the whole optimizer step (`normalizer`, by default the batch).
+`normalizer.sequences` counts both answers in a pair. Three losses depend on the micro-batch size: aot, aot_unpaired,
+and sft with use_weighting.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from minivlmrl.losses.grpo import check_known
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# defined for every f-divergence, not only reverse_kl
+# losses defined for all f-divergences, not only reverse_kl
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
 
@@ -36,10 +36,10 @@ class Pairs:
     u: Tensor  # (B,) chosen log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # (B,) rejected log-ratio, log pi(y_r) - log pi_ref(y_r)
     z: Tensor  # (B,) beta * margin, with margin = f_score(chosen) - f_score(rejected)
-    mean_margin: Tensor  # (B,) margin between scores per token
-    sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, equal for all pairs
-    beta: float  # dpo_loss option
-    e: float  # dpo_loss option label_smoothing
+    mean_margin: Tensor  # (B,) margin between length-normalized scores
+    sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, the same for all pairs
+    beta: float  # beta in dpo_loss
+    e: float  # label_smoothing in dpo_loss
     discopop_tau: float  # DiscoPOP mixture temperature
 
 
@@ -50,7 +50,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta margin)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, log-ratios per token as in the authors' code
+    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, length-normalized as in the authors' code
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
     # EXO eq. 16 (arXiv 2402.00856): KL between predicted preference sigmoid(beta margin) and smoothed label
     "exo_pair": lambda pairs: (
@@ -88,7 +88,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # MPO's generation loss (arXiv 2411.10442): mean negative log-probability of chosen tokens
     "sft": lambda pairs: pairs.sft_loss,
-    # length-normalized DPO, Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), log-ratios per token
+    # length-normalized DPO, Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin)
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -118,24 +118,24 @@ def dpo_loss(
     Args:
         per_token_logps: (B, 2, T) float, policy log-probabilities in nats, with gradient.
         mask: (B, 2, T), 1 for answer tokens.
-        loss_type: key in DPO_LOSSES, or several.
+        loss_type: one or more keys in DPO_LOSSES.
         loss_weights: weight per loss_type, None = all 1. MPO: ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
         beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference; see f_score.
-        f_alpha_divergence_coef: alpha in alpha_divergence.
-        ld_alpha: LD-DPO weight in [0, 1] for tokens beyond the shorter answer's length; None is 1.
-        use_weighting: if True, weight pairs by their policy probability (WPO).
+        f_alpha_divergence_coef: alpha for f_divergence_type alpha_divergence.
+        ld_alpha: LD-DPO weight in [0, 1] for tokens beyond the shorter answer's length; None means 1.
+        use_weighting: whether to weight pairs by their policy probability (WPO).
         discopop_tau: DiscoPOP temperature, > 0.
         ref_per_token_logps: (B, 2, T) reference log-probabilities, without gradient.
-        ref_logps: (B, 2) instead of ref_per_token_logps, from answer_logps(ref_per_token_logps, ...).
+        ref_logps: (B, 2) answer_logps(ref_per_token_logps, ...), if ref_per_token_logps is not given.
         log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, without gradient; required by use_weighting.
-        normalizer: totals for the step. `tokens` counts chosen answers only, because sft averages over them.
+        normalizer: totals for the step. `tokens` counts only chosen answers, the denominator in sft.
     Returns:
         Loss, and metrics rewards/chosen and rewards/rejected (beta times log-ratio, nats), rewards/margins,
         rewards/accuracies (share of positive margins), logps/chosen and logps/rejected.
     Raises:
-        ValueError: contradicting options, a missing tensor, or an answer without tokens.
+        ValueError: conflicting options, a missing tensor, or an answer without tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
         DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # undoes the later sum over B pairs and division by num_pairs
+    # num_pairs / B cancels the sum over B pairs and the division by num_pairs below
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -200,7 +200,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # with a float32 mask, ld_alpha would be rounded
+    weights = mask.to(per_token_logps.dtype)  # a float32 mask would round ld_alpha
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
@@ -219,7 +219,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
     if divergence == "forward_kl":
-        return -(-log_ratio).expm1()  # 1 - exp(-x) would round small x to 0
+        return -(-log_ratio).expm1()  # 1 - exp(-x) without rounding small x to 0
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
     # clamp: expm1 overflows in float32 above 88
@@ -240,8 +240,8 @@ def reward_loss(
 
     Args:
         chosen, rejected: (B,) rewards.
-        center_rewards_coefficient: weight for (chosen + rejected)^2, which keeps the mean reward near 0; None is 0.
-        margin: (B,), desired reward difference.
+        center_rewards_coefficient: weight for (chosen + rejected)^2, which keeps the mean reward near 0; None means 0.
+        margin: (B,) target difference between chosen and rejected rewards.
     Returns:
         Loss, and metrics rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
@@ -266,10 +266,10 @@ def check_dpo_options(
     prefix: str = "",
     **_others: object,
 ):
-    """Raise ValueError for contradicting options of `dpo_loss`.
+    """Raise ValueError for conflicting `dpo_loss` options.
 
     Args:
-        prefix: section of these options in messages, such as "dpo.".
+        prefix: prefix for option names in messages, such as "dpo.".
     """
     for name in loss_type:
         check_known(f"{prefix}loss_type", name, DPO_LOSSES)

@@ -1,4 +1,4 @@
-"""SFT loss; sft.py imports only torch, so you can copy it."""
+"""SFT loss. It needs only torch and grpo.py, so you can copy both files."""
 
 from typing import Literal, get_args
 
@@ -11,15 +11,15 @@ SFT_LOSS_TYPES = get_args(SFTType)
 
 
 def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll", normalizer=None) -> Tensor:
-    """Compute the mean negative log-probability over demonstrated tokens.
+    """Compute the mean negative log-probability over target tokens.
 
     Example: at log-probability -2 for all tokens, "nll" is 2 and "dft" is 2 e^-2 = 0.271.
 
     Args:
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         mask: (B, T), 1 for tokens to train on.
-        loss_type: "nll", negative log-likelihood; "dft", also multiplied by the detached token probability, so that
-            unlikely tokens do not dominate the gradient.
+        loss_type: "nll" (negative log-likelihood), or "dft", which multiplies it by the detached token probability so
+            that unlikely tokens do not dominate the gradient.
         normalizer: LossNormalizer with the divisor `tokens`, by default mask.sum().
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = normalizer.tokens.
     """

@@ -1,10 +1,10 @@
-"""Attention over a packed sequence; completions of the same prompt share it.
+"""Attention over a packed sequence, where completions share the tokens of their prompt.
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-A prompt is computed once for all its completions, with the same results as if every completion had its own.
+Each prompt is computed once for all its completions. Results are the same as with one prompt copy per completion.
 
 Dimensions: N tokens in the packed sequence, B groups, R completions, M completion tokens, P tokens in a prompt, C
 tokens in a completion, H query heads, K key/value heads, D head_dim.
@@ -25,14 +25,13 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
-    Order: prompt 0, its completions, prompt 1, its completions, ... The last completion token predicts nothing and is
-    left out, so 5 completion tokens have 4 positions.
+    Order: prompt 0, its completions, prompt 1, its completions, ... The last token in a completion predicts nothing and
+    is left out, so a completion with 5 tokens has 4 positions.
 
     Args:
         prompt_lengths: (B,) prompt lengths, in tokens.
         completion_lengths: completion lengths per prompt, in tokens.
-        rows: row index per completion, None = one row each. In the losses, equal indices form one row, for example
-            the turns in a trajectory.
+        rows: row in the padded loss tensors per completion, None = its own. Turns of one trajectory have the same row.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class PackedLayout:
         """Arrange packed positions in padded matrices, one pair per prompt length.
 
         Returns:
-            Per prompt length: positions (prompts, P) and (completions, C), padded with -1; and the completions'
-            PromptSlots, None if no completion has a position.
+            Per prompt length: positions (prompts, P) and (completions, C), padded with -1; and PromptSlots for the
+            completions, None if they have no positions.
         """
         blocks = []
         slots = []
@@ -132,18 +131,18 @@ def attention_mask(layout: PackedLayout) -> Tensor:
 
 
 class GroupAttention:
-    """Attention for training, scoring and prefill, separately for prompts and completions.
+    """Attention for training, scoring and prefill, computed separately for prompts and completions.
 
     Args:
         layout: prompt and completion positions.
-        keep_keys: keep k and v from all layers in `self.keys`, for DecodeAttention after a prefill.
+        keep_keys: whether to keep k and v from all layers in `self.keys`, for DecodeAttention.
     """
 
     def __init__(self, layout: PackedLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # {layer index: prompt states (B, ...)}, for layers with a state instead of keys and values
+        # {layer index: prompt states (B, ...)} for recurrent layers, which have no keys and values
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """Attention for decoding, with prompt keys and values shared by all completions.
+    """Attention for decoding; completions share the keys and values of their prompt.
 
     Args:
         prompts: GroupAttention(layout, keep_keys=True) after a prefill.
@@ -174,7 +173,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # (slice of rows, slice of new tokens) per call to a layer with a state
+    # (rows, new tokens) per call to a recurrent layer
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -194,7 +193,7 @@ class DecodeAttention:
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # key count in the longest row; later keys are not read
+        self.num_row_keys = 0  # number of keys in the longest row
         # True once rows have different lengths, after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index
@@ -220,7 +219,7 @@ class DecodeAttention:
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # layer by layer, because two copies of the cache would not fit
+        # one layer at a time, because a second copy of the whole cache may not fit in memory
         for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -281,4 +280,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # as an argument to decoder layers
+Attention = GroupAttention | DecodeAttention  # argument type for decoder layers

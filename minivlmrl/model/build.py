@@ -23,7 +23,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# name endings of layers whose output is added to the residual stream
+# name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # ImageProcessor field -> VisionConfig field
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
@@ -42,11 +42,11 @@ def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> 
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read config.json, with special tokens and vocabulary size from a tokenizer."""
+    """Read config.json, but take special tokens and vocabulary size from a tokenizer."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # a larger vocab_size is kept; the embedding then has unused rows
+    # keep a larger vocab_size from config.json; the extra embedding rows are unused
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -57,7 +57,7 @@ def random_processor(
     """Build a processor (tokenizer, image settings, template) for a random model."""
     family = find_family(model_config.model_type)
     patches = {name: getattr(model_config.vision_config, field) for name, field in PATCHES.items()}
-    # pixels per merged token
+    # pixels per image token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
         {**family.images, **patches}, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
@@ -67,7 +67,7 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the family's chat template, None = that in data/chat_template.py."""
+    """Return the default chat template for a family, or None for that in data/chat_template.py."""
     if family.default_system:
         return None
     # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja
@@ -87,7 +87,7 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface of modules that initialize their own parameters."""
+    """Protocol for modules that initialize their own parameters."""
 
     resets_itself: bool
 
@@ -120,7 +120,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace parameters on the meta device with equally named weights."""
+    """Replace parameters on the meta device with the weights of the same name."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

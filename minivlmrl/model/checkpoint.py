@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files that checkpoints copy from the loaded model folder
+# files copied from the loaded model folder into checkpoints
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -50,8 +50,8 @@ def load_model(
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
-        sharding: Sharding in distributed/fsdp.py: ranks load only their shard. None = no sharding.
-        adapt: adds adapters without weights in the folder, while the model is on the meta device.
+        sharding: Sharding from distributed/fsdp.py, so that ranks load only their shard. None = no sharding.
+        adapt: called with the model on the meta device, to add adapters that have no weights in the folder.
     """
     folder = find_folder(folder)
     with unchanged(folder):
@@ -67,7 +67,7 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # save_model copies unused tensors from here
+    model.folder = folder.resolve()  # for save_model, which copies unused tensors
     return model
 
 
@@ -81,7 +81,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # without a tied head, which is in the embedding
+    expected = base_weights(model)  # a tied head is in the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -137,12 +137,12 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in minivlmrl, tensor) from a safetensors file; tensors are views of the mapped file, so copy them."""
+    """Yield (name, tensor) from a safetensors file. Tensors are views into the memory-mapped file, so copy them."""
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # reopen the file per tensor, which frees memory from those already read
+        # reopen the file for each tensor, to free the memory of previous ones
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -157,7 +157,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return tensors in the folder that minivlmrl does not use, such as Qwen3.5's multi-token prediction layer."""
+    """Return tensors in the model folder that minivlmrl ignores, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -181,7 +181,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        min_pixels, max_pixels: bounds of the image area, default: those in the folder.
+        min_pixels, max_pixels: bounds on pixels per image, default: those in the folder.
     """
     # lazy import: models with random weights need no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
@@ -224,7 +224,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the end token ids in generation_config.json, [] without this file."""
+    """Return eos_token_id from generation_config.json as a list, [] if there is no such file."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -234,7 +234,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read files that later checkpoints copy, because the folder may be deleted during the run."""
+    """Read the files to copy into checkpoints, because the folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -248,7 +248,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return {tensor name on the hub: weight}."""
+    """Return {tensor name in checkpoint files: weight}."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
@@ -279,7 +279,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # not processor_config.json: its image settings may have changed
+        # processor_config.json is not copied, because its image settings may be outdated
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text
@@ -289,7 +289,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # base models may not list <|im_end|>, which ends trained completions
+    # generation_config.json of a base model may lack <|im_end|>, which ends trained completions
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

@@ -1,6 +1,6 @@
-"""ModelConfig and VisionConfig: settings named as in config.json; config_json.py reads and writes them.
+"""ModelConfig and VisionConfig, with field names as in config.json.
 
-Families with other settings define subclasses.
+config_json.py reads and writes them. Families with other settings define subclasses.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# limit: building a million layers by mistake would take minutes
+# upper limit, because a million layers by mistake would take minutes to build
 Depth = Annotated[int, "[1, 1000]"]
 
 
@@ -23,19 +23,19 @@ class VisionConfig:
     out_hidden_size: Size = 3584  # decoder hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # patch side, in pixels
-    temporal_patch_size: Size = 2  # frames per patch; an image counts as this many equal frames
-    spatial_merge_size: Size = 2  # n: n x n patches are merged into one decoder token
+    temporal_patch_size: Size = 2  # frames per patch; an image is repeated this often
+    spatial_merge_size: Size = 2  # n if n x n patches are merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
     # standard deviation for new learned position embeddings
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
     # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; other families override or read them
+    # constants in Qwen2-VL; other families override them or read them from config.json
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # window side, in pixels; None = whole frame
     window_size: ClassVar[int | None] = None
-    # blocks without windows
+    # blocks with full instead of windowed attention
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # M-RoPE time positions per second; None = one per time step
     tokens_per_second: ClassVar[int | None] = None
@@ -44,7 +44,7 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Return values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
+        """Return the number of values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -75,7 +75,7 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys, written back unchanged
 
-    # constants in Qwen2; other families override or read them
+    # constants in Qwen2; other families override them or read them from config.json
     attention_bias: ClassVar[bool] = True  # biases on q, k and v
     qk_norm: ClassVar[bool] = False  # norms on q and k heads
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many elements per head are rotated."""
+        """Return the number of elements per head with rotary embedding."""
         return self.head_dim
 
     @property

@@ -11,13 +11,13 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
 
-# keys that saving recomputes
+# keys in config.json that to_dict recomputes
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
 # keys that may be null; elsewhere, null means the default
 NULLABLE = {"bos_token_id", "eos_token_id"}
-# keys in vision_config that saving recomputes
+# keys in vision_config that to_dict recomputes
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
-# text models, for an error message
+# model_type of text-only models, for an error message
 TEXT_MODELS = r"(qwen2|qwen3|llama|mistral|mixtral|gemma2?|phi3?|internlm2|deepseek_v\d)(_moe)?|gpt\w*|\w+_text"
 
 
@@ -34,7 +34,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # top level first, because transformers 5 always writes the default into text_config
+    # the top level has precedence, because transformers 5 always writes the default into text_config
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat["extra"] = without(flat, names | REWRITTEN)
@@ -105,7 +105,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    # rope_parameters since transformers 5, before rope_scaling
+    # transformers 5 renamed rope_scaling to rope_parameters
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 

@@ -22,9 +22,9 @@ from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
 class VisionLanguageModel(nn.Module):
     """Vision tower, decoder and LM head, for any family."""
 
-    sharding: Any = None  # distributed/fsdp.py; None = all weights on all ranks
+    sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
     folder: Path | None = None  # folder with the loaded weights
-    save_dtype: torch.dtype | None = None  # None = current dtype
+    save_dtype: torch.dtype | None = None  # dtype for checkpoints, None = current dtype
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class VisionLanguageModel(nn.Module):
             attention: default: GroupAttention(batch.layout).
             select: (S,) token indices, None = all N.
         Returns:
-            (S, hidden_size) after the final norm, input for `lm_head`.
+            (S, hidden_size) hidden states after the final norm, for `lm_head`.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
@@ -93,7 +93,7 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """Run all layers and the final norm.
 
-        The last MLP sees only selected tokens: after the last attention, no token depends on another.
+        The last MLP processes only selected tokens, because tokens do not interact after the last attention.
 
         Args:
             x: (N, hidden_size) token embeddings.

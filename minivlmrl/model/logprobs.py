@@ -1,4 +1,4 @@
-"""Log-probabilities for completion tokens, under policy, old policy or reference."""
+"""Log-probabilities of completion tokens under the policy, the old policy or the reference."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from minivlmrl.model.packing import GroupBatch
 
 
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of completion tokens, given all tokens before.
+    """Compute log-probabilities of completion tokens, given all previous tokens.
 
-    Logits are computed in blocks, in forward and again in backward, so memory never holds (M, vocab_size). After
-    filters such as top_p, log-probabilities are normalized over the kept tokens.
+    Logits are computed in blocks, in forward and again in backward, so memory never holds (M, vocab_size). If sampling
+    used a filter such as top_p, log-probabilities are normalized over the kept tokens.
 
     Args:
         batch: M completion tokens.

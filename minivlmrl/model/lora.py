@@ -37,7 +37,7 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model and add LoRALinear layers, all zero before init_adapters; with r = 0, do nothing."""
+    """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze it instead."""
     model.requires_grad_(not options.r)
     if not options.r:
         return
@@ -105,8 +105,8 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products.
 
-    TF32 rounds factors to 11 significant bits, so bfloat16 x (8 bits) stays exact, and sums in float32. Forward and
-    backward switch TF32 on separately, because torch's setting is global.
+    TF32 rounds factors to 11 significant bits, so bfloat16 x (8 bits) stays exact. Sums are in float32. Forward and
+    backward enable TF32 separately, because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -143,10 +143,10 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Drop adapter inputs with probability p inside a `with` block, but no base inputs, as in PEFT.
+    """Apply dropout to adapter inputs, but not to base inputs, inside a `with` block, as in PEFT.
 
-    The mask depends only on `key` and layer name, so activation checkpointing computes it again. Completions share the
-    mask of their prompt tokens.
+    The mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask. Completions
+    with the same prompt share the mask for prompt tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -160,8 +160,8 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Use 16-bit copies of float32 adapters inside a `with` block, on a GPU with a 16-bit base.
 
-    A decode step has few tokens, and a float32 adapter is slower there than its 16-bit base. Merging would lose most
-    small updates to rounding. Copies keep their addresses, as CUDA graphs require.
+    With the few tokens in a decode step, a float32 adapter is slower than its 16-bit base. Merging adapters would lose
+    most small updates to rounding. The copies stay at fixed addresses, as CUDA graphs require.
 
     Yields:
         The copies, possibly none.
@@ -180,7 +180,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute which share of updated weights differs from the base after a merge, 0 to 1."""
+    """Compute the fraction of updated weights that differ from the base after a merge."""
     # rounding to the base dtype can undo an update
     num_changed = num_updated = 0
     for layer in adapters(model).values():
@@ -191,7 +191,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """Say which share of updates survives rounding to 16 bits; all ranks must call this."""
+    """Return a message on how many updates survive rounding to 16 bits; all ranks must call this."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -223,7 +223,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers and all adapter bases to NF4.
 
-    LM head, embeddings, vision layers without adapters, and not_quantized layers keep their dtype.
+    LM head, embeddings, vision layers without adapters, and the family's not_quantized layers keep their dtype.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -269,10 +269,10 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the linear layers selected by an item of adapter.target."""
+    """Return the linear layers selected by one adapter.target entry."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets  # names in this family
+    kinds = family_of(model).adapter_targets  # {target: pattern for layer names}
     try:
         pattern = re.compile(target)
     except re.error as error:
@@ -293,7 +293,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
-    """Replace a linear layer with a zero LoRALinear, and discard any old adapter."""
+    """Replace a linear layer with a LoRALinear with zero weights, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

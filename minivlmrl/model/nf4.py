@@ -1,8 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Every 64 values have a scale, their largest absolute value. A value is divided by the scale and stored as the index of
-the nearest among 16 normal quantiles. Scales are quantized, too ("double quantization"): 8 bits, minus their mean.
-Total: 4.13 bits per value. Forward and backward unpack the weights again.
+Each block of 64 values has a scale, its largest absolute value. A value is divided by the scale, and stored as the
+index of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization").
+Total: 4.13 bits per value. Forward and backward both unpack the weights.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def unpack_nf4(
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
     # 4096 blocks at a time fit into CPU caches: 3 times faster than all at once
     piece_blocks = 4096 if packed.is_cpu else len(scales)
-    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values per byte
+    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # (256,) byte -> two float32 values
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
     pieces = zip(
         values.split(piece_blocks),

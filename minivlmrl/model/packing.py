@@ -1,6 +1,6 @@
-"""Pack prompts, completions and images into a GroupBatch, input for losses and sampler.
+"""Pack prompts, completions and images into a GroupBatch, the input for losses and sampler.
 
-SFT packs one completion per prompt, GRPO G, a prefill none.
+SFT packs one completion per prompt, GRPO packs G, and a prefill none.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class GroupBatch:
     A row is one completion with all its turns.
     """
 
-    # (N,) int64 token ids, without last completion tokens, which predict nothing
+    # (N,) int64 token ids, without the last token in a completion, which predicts nothing
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64: time, height, width
     # (patches, patch_dim) from all images and videos, in float32 or the compute dtype
@@ -44,7 +44,7 @@ class GroupBatch:
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
-        """Arrange values per completion token (M,) in rows (R, T), zero-padded on the right."""
+        """Arrange values for completion tokens (M,) in rows (R, T), right-padded with zeros."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
         padded = per_token.new_zeros(R * T)
@@ -74,7 +74,7 @@ def pack(
         prompts: B prompts.
         completions: completions per prompt, possibly none.
         model_config: for token ids and image positions.
-        device: for all tensors but image_grid_thw.
+        device: for all tensors except image_grid_thw.
         rows: row index per completion; see PackedLayout.
     """
     all_completions = list(chain(*completions))
@@ -88,7 +88,7 @@ def pack(
     placeholders = torch.tensor([model_config.image_token_id, model_config.video_token_id])
     searched_ids = torch.cat([segment.image_ids for segment in segments])  # (N,)
     vision_index = torch.isin(searched_ids, placeholders).nonzero()[:, 0]
-    nothing = torch.zeros(0, dtype=torch.long)  # if there are no completions
+    nothing = torch.zeros(0, dtype=torch.long)  # torch.cat needs a tensor even without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
     policy_mask = torch.cat([nothing, *(completion.policy_mask for completion in all_completions)]).float()
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
@@ -114,7 +114,7 @@ def pack_turns(
     model_config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack completions with several turns: a prompt per turn, but a row per completion."""
+    """Pack multi-turn completions, with one prompt per turn and one row per completion."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, model_config, device)
     packed_prompts = []
@@ -135,14 +135,14 @@ def pack_turns(
 
 @dataclass
 class Segment:
-    """n tokens: a prompt or a completion."""
+    """Token ids, positions and images for one prompt or completion."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, -1 for sampled tokens: sampled placeholders have no image
+    # (n,) token ids, -1 for sampled tokens, because sampled image placeholders have no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
-    pixel_values: Sequence[Tensor] = ()  # (patches, patch_dim) each
-    grids: Sequence[Tensor] = ()  # (images and videos, 3) each
+    pixel_values: Sequence[Tensor] = ()  # tensors (patches, patch_dim)
+    grids: Sequence[Tensor] = ()  # tensors (images and videos, 3)
 
 
 def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelConfig) -> list[Segment]:

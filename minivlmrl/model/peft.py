@@ -26,11 +26,11 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolders with an adapter: in a PEFT folder, in a checkpoint, in a run's folder
+# adapter subfolder in a PEFT folder, in a checkpoint, and in a run folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# settings in adapter_config.json that would change the results, and are rejected
+# adapter_config.json settings that change the results but are not implemented, so they are rejected
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
@@ -44,7 +44,7 @@ class PeftConfig:
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # {end of layer name: alpha}; PEFT's regular expressions are not supported
+    # {layer name suffix: alpha}; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -85,7 +85,7 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True for a folder with an adapter but no whole model."""
+    """Check whether a folder has an adapter but no full model."""
     if (Path(folder) / "config.json").is_file():
         return False
     return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
@@ -206,7 +206,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters on all ranks, and return a function that writes a PEFT folder, for one rank to call.
+    """Gather adapters on all ranks, and return a function with which one rank writes a PEFT folder.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.
@@ -218,7 +218,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # scaling = alpha / r in PEFT; adapters trained as rsLoRA are saved this way, too
+    # PEFT computes scaling = alpha / r; rsLoRA adapters are converted to this form
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

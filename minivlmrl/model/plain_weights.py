@@ -1,4 +1,4 @@
-"""Compute plain weights from shards, LoRA adapters (lora.py) and NF4 layers (nf4.py), for checkpoints."""
+"""Compute plain weights for checkpoints: gather shards, merge LoRA adapters (lora.py), unpack NF4 layers (nf4.py)."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,7 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface for weights stored as one tensor in files."""
+    """Protocol for several weights that files store as one tensor."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
@@ -28,16 +28,16 @@ class Stacked(Protocol):
 class ReplacedLinear(nn.Module):
     """Base class for LoRA and NF4 layers, which replace a linear layer."""
 
-    shape: torch.Size  # plain weight shape
+    shape: torch.Size  # (out_features, in_features)
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the plain weight without gradients; all ranks must call this."""
+        """Compute the full, merged weight without gradients; all ranks must call this."""
         raise NotImplementedError
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a packed, frozen W, unpacked again in backward."""
+    """Compute x W^T with a frozen, quantized W, which backward unpacks again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -50,7 +50,7 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """Base class for frozen linear layers with fewer bits per weight."""
+    """Base class for frozen, quantized linear layers."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -61,7 +61,7 @@ class PackedLinear(ReplacedLinear):
         self.pack(linear.weight)
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        """Pack a weight into this layer.
+        """Quantize a weight and store it in this layer.
 
         Args:
             take_shard: (packed weight, old parameter) -> this rank's shard; None = whole weight.
@@ -81,13 +81,13 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# what holds a weight: a parameter, a LoRA or NF4 layer, or several weights stored as one
+# a parameter, a LoRA or NF4 layer, or several weights stored as one tensor
 Weight = Tensor | ReplacedLinear | Stacked
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface like torch's DTensor, which is slow to import."""
+    """Protocol for torch's DTensor, which is slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -122,12 +122,12 @@ def plain_name(name: str) -> str:
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return {name: packed layer}; below an adapter, the name ends in `.base`."""
+    """Return {name: quantized layer}; inside a LoRALinear, the name ends in `.base`."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return {name: base weight}, with names as without adapters."""
+    """Return {name: base weight}, with names as in a model without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -138,7 +138,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return {name: weight}, with names as without adapters."""
+    """Return {name: weight}, with names as in a model without adapters."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -147,7 +147,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy: copy only the adapters, and share all other weights."""
+    """Return a memo for copy.deepcopy, so that it copies only adapters and shares all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

@@ -36,7 +36,7 @@ def get_rope_index(
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later transformers compute other video positions; see docs/results.md.
+        4.51 and vLLM. Later transformers releases compute different video positions; see docs/results.md.
     """
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
@@ -142,4 +142,4 @@ def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-_tensor = cache(torch.tensor)  # cached: copies a tuple only once per device
+_tensor = cache(torch.tensor)  # cached, so that each tuple is copied only once per device

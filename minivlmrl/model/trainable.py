@@ -10,7 +10,7 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad, False for parts and layers in `freeze`."""
+    """Set requires_grad, to False for parts and layers in `freeze`."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
@@ -33,7 +33,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
     Args:
         names: all parameter names.
     Raises:
-        UserError: the model lacks layers in a range.
+        UserError: a range has layers that the model lacks.
     """
     prefixes = []
     for text in freeze:
@@ -50,9 +50,9 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
 
 
 def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
-    """Return True if parameter `name` is trained: not frozen, and an adapter if there are any.
+    """Check whether a parameter is trained: not frozen, and in an adapter if the model has adapters.
 
-    A value model's head is trained, its LM head is not.
+    In a value model, the value head is trained, but not the LM head.
 
     Args:
         frozen_layers: from layer_prefixes.

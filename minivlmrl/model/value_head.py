@@ -1,4 +1,4 @@
-"""Value models, with one number per token: reward models and PPO's critic."""
+"""Value models, which predict one number per token: reward models and PPO's critic."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ HEAD_FILE = "score.safetensors"  # head weights, in the same folder as the backb
 
 
 class ValueModel(nn.Module):
-    """Backbone with a linear head: one value per hidden state."""
+    """Backbone with a linear head that predicts one value per hidden state."""
 
     def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Frozen] = (), weight: Tensor | None = None):
         super().__init__()

@@ -22,7 +22,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # alignment for fast products: 8 values with 16 bits are 16 bytes
+ALIGNED = 8  # matrix products are fast if rows are 16-byte aligned, which is 8 16-bit values
 
 
 class MLP(nn.Module):
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if a padded intermediate size is faster."""
+        """Check whether padding the intermediate size makes the MLP faster."""
         # rows with 3,420 16-bit values (Qwen2.5-VL) are not 16-byte aligned: cuBLAS is about 3 times slower
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
@@ -66,7 +66,7 @@ EPS = 1e-6  # epsilon in vision norms
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window.
 
-    Windows with sides of window_size pixels tile a frame from the top left; at the right and bottom, some are smaller.
+    Square windows of window_size pixels tile a frame from the top left, and can be smaller at the right and bottom.
     Example: 3 x 5 merged tokens and windows with 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
@@ -117,7 +117,7 @@ class VisionLayout:
 
 # cached, because policy and reference process the same images
 @lru_cache(maxsize=8)
-# sampling runs in inference mode, but autograd rejects its tensors
+# no inference mode, even when called during sampling: autograd rejects inference tensors
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
@@ -145,7 +145,7 @@ class VisionTower(nn.Module):
     patch_embed: "PatchEmbed"  # patches -> embeddings
     # units for sharding and activation checkpointing
     blocks: nn.ModuleList
-    merger: nn.Module  # weights in part "merger"; all others are in part "vision"
+    merger: nn.Module  # model part "merger"; all other weights are in part "vision"
 
 
 class VisionTransformer(VisionTower):
@@ -174,12 +174,12 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # reorder after merging: a quarter of the rows
+        # reorder after merging, which leaves a quarter of the rows
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection for flattened patches; the weight is a 3-D convolution's, as in checkpoints."""
+    """Linear projection of flattened patches, stored as a Conv3d for checkpoint compatibility."""
 
     def __init__(self, vision_config: VisionConfig):
         super().__init__()

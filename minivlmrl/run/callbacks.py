@@ -17,8 +17,8 @@ error         on_error        before completed steps are saved
 end           on_run_end      even after an error or a signal
 
 Default callbacks watch a run without changing its numbers: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. They are in extras/; without that folder there are none.
-To add one: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+warn if training does not learn or the loss ignores an input. They need the folder extras/.
+To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 import sys
@@ -78,7 +78,7 @@ class Callback:
     def after_step(self, trainer: Trainer, number: int):
         """Update state that changes with every step, such as a moving reference model.
 
-        This is part of the weight update: a checkpoint contains both or neither, so a resumed run is exact.
+        It counts as part of the weight update: a checkpoint contains both or neither.
 
         Args:
             number: step in this stage, from 0.
@@ -94,19 +94,19 @@ class Callback:
         """Run code when the run ends, even after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return {name: text} for a checkpoint; a resumed run finds the texts in TrainerState.logs."""
+        """Return {name: string} to save in checkpoints; a resumed run finds it in TrainerState.logs."""
         return {}
 
 
 class Callbacks(list[Callback]):
-    """List of callbacks; a method call runs on all, in order, and returns their results."""
+    """List of callbacks. Calling a method calls it on each callback, and returns a list of results."""
 
     def __getattr__(self, method: str) -> Callable[..., list]:
         return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
 
 
 class Watcher(Callback):
-    """Base class for callbacks that only watch: an error is printed, and the run continues without the callback."""
+    """Base class for callbacks that must not end a run: after an error in one, the run continues without it."""
 
     failed = False
 
@@ -148,7 +148,7 @@ WATCHERS = {  # {what it watches: class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> Callbacks:
-    """Build the default callbacks: watchers, unless extras/ is missing, and those named by options."""
+    """Build the default callbacks: WATCHERS, if the folder extras/ exists, and callbacks that options require."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)

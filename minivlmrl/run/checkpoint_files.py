@@ -1,7 +1,7 @@
-"""Read and write checkpoint tensors as safetensors files, which cannot run code.
+"""Read and write checkpoint tensors as safetensors files, which, unlike pickles, cannot run code.
 
-Ranks write their own rows of sharded tensors and read theirs from all ranks' files, so four ranks can load what two
-saved. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
+Each rank writes its rows of sharded tensors, and reads its rows from all files, so four ranks can load a checkpoint
+from two ranks. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor, and the index of the first."""
+    """Return this rank's rows of a tensor, and the first row's index."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -43,12 +43,12 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes a tensor; only one writes rows that several ranks hold."""
+    """Check whether this rank writes its rows of a tensor; only one rank writes replicated rows."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # the tensor is the same on all ranks, so they take turns
+    return number % world.size == world.rank  # ranks take turns writing replicated tensors
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
@@ -71,7 +71,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Return {tensor name: [(first row, rows, file), ...]} for checkpoint files."""
+    """Return {tensor name: [(first row, number of rows, file), ...]} for checkpoint files."""
     shards = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -89,7 +89,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # closed after every read, which frees memory
+            # close the file after every read, to free memory
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

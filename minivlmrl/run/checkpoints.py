@@ -1,4 +1,4 @@
-"""Save and load checkpoints; a resumed run continues exactly.
+"""Save and load checkpoints; a resumed run gives exactly the same results.
 
 output_dir/states/000120/    after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
@@ -6,8 +6,8 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. They contain no
-random states either, because generators are seeded again from the run seed and the stage, step or row. Folders with
-incomplete checkpoints end with .partial.
+random states either, because generators are seeded again from the run seed and the stage, step or row. The folder
+name of an incomplete checkpoint ends in .partial.
 """
 
 import re
@@ -41,7 +41,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # phase in which an error leaves only some weights updated
+UPDATE = "optimizer"  # phase in which an error can leave weights partly updated
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -49,7 +49,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # without an adapter's base weights, which a resumed run loads or initializes again
+    # skip base weights below adapters, which a resumed run loads or initializes again
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -98,7 +98,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class Resumed(NamedTuple):
-    """Where a run starts."""
+    """Starting point of a new or resumed run."""
 
     folder: Path | None  # checkpoint to load, None = a new run
     state: TrainerState
@@ -106,12 +106,12 @@ class Resumed(NamedTuple):
     stamps: dict[Path, tuple[int, ...]]  # file_stamps of `folder` before it was read
 
     def newer(self) -> list[Path]:
-        """Return checkpoints to delete once the run has begun."""
+        """Return checkpoints newer than the starting point, to delete once the run has begun."""
         return [path for path in self.saved if self.folder is None or int(path.name) > self.state.steps]
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the checkpoint in option `resume`, and compare it with the run."""
+    """Select the checkpoint for option `resume`, and compare its recipe and files with this run's."""
     media = datasets if world.is_main else {}  # other ranks have not read the files
     recipe, files = recipe_options(config), fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
@@ -209,7 +209,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: file_stamps before its checksums were read; another run may have replaced it since.
+        stamps: file_stamps before its checksums were read, to detect files changed since.
     """
     try:
         with unchanged(folder, since=stamps):
@@ -285,17 +285,17 @@ class CheckpointManager:
         self.world = log.world
         self.state = log.state
         self.callbacks = callbacks
-        # optimizer steps at the last checkpoint; 0 if the run continues from another run's
+        # optimizer steps at the last checkpoint, 0 if output_dir has none
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()  # time of the last checkpoint
-        self.can_save = True  # False while a rollout is in use
+        self.can_save = True  # False in the middle of a rollout
         self.trainer: Trainer | None = None  # trainer for the stage in progress
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
 
     def after_update(self, ends_rollout: bool):
-        """Record, after a weight update, whether a checkpoint can be saved before the next."""
+        """Record whether a checkpoint can be saved before the next weight update."""
         self.can_save = ends_rollout or self.stage_ends
 
     def after_step(self):
@@ -313,7 +313,7 @@ class CheckpointManager:
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:  # only rank 0 knows the time, but all ranks must agree
+        if self.world.sum(is_late)[0]:  # all ranks follow rank 0's clock
             return True
         if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True
@@ -374,7 +374,7 @@ class CheckpointManager:
 
 
 def is_in_update(error: BaseException) -> bool:
-    """Return True if an error, or one that it replaced, was raised during a weight update."""
+    """Check whether an error, or an exception that caused it, was raised during a weight update."""
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "phase", "") == UPDATE:

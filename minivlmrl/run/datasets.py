@@ -41,8 +41,8 @@ def load_datasets(
 
     Args:
         stages: {stage: key in NEEDS}.
-        reward_columns: required in training rows, except in data.train files that list their own rewards.
-        eval_columns: required in held-out rows.
+        reward_columns: columns required in training rows, except in data.train files that list their own rewards.
+        eval_columns: columns required in held-out rows.
         world: ranks, None = a single process.
         reads: columns that a stage or a reward may read, None = any.
     """
@@ -56,7 +56,7 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
     """Return the columns that stages, rewards or evaluations read.
 
     Returns:
-        None if an environment, a stage from outside minivlmrl, or a reward with **columns may read any column.
+        None (any column) with an environment, a stage from outside minivlmrl, or a reward with **columns.
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [
@@ -99,11 +99,11 @@ def _load_datasets(
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
     if options.eval_file and options.eval_rows:
-        # with pairs only, evaluations compare held-out pairs, without sampling
+        # if all stages train on pairs, evaluate on held-out pairs, without sampling
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # without stages, the held-out file may already have the new names
+    if stages:  # without stages (evaluation only), the file may already have the new column names
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -156,8 +156,8 @@ def _open_section(
     """Open a file in data.train.
 
     Args:
-        columns: required by stages.
-        scores: required by all rewards in the recipe, empty if no stage uses rewards.
+        columns: columns required by stages.
+        scores: columns required by all rewards in the recipe, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -185,18 +185,18 @@ def _open_file(
     """Open a data file.
 
     Args:
-        rewards: reward names for its rows, empty = all.
-        changed_options: override section `data`.
+        rewards: names of rewards for its rows, empty = all.
+        changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # replaces a column `row_rewards` in the file, which has another meaning there
+    # overrides an unrelated column `row_rewards` in the file
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)
 
 
 def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
-    """Concatenate data files, repeated by `weight`."""
+    """Concatenate the rows of data files, repeated according to `weight`."""
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):
@@ -208,7 +208,7 @@ def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDa
 def repeat(chosen: Sequence[int], weight: float) -> list[int]:
     """Repeat a list `weight` times.
 
-    Example: with the weight 2.5, all items occur twice, and half of them once more, at the end.
+    Example: with weight 2.5, all items occur twice, and half of them again at the end.
     """
     repeats = int(weight)
     items = [item for item in chosen for _ in range(repeats)]

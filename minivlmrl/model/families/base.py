@@ -16,7 +16,7 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 
 
 class Family:
-    """How a model family differs from Qwen2.5-VL; docs/developer_guide.md adds a family.
+    """Base class for a model family, with the defaults of Qwen2.5-VL; see docs/developer_guide.md.
 
     Subclasses override layers, config.json, tensors in weight files, prompts and images.
     """
@@ -29,9 +29,9 @@ class Family:
     layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
     # further values for adapter.target: {name: regular expression for layer names}
     adapter_targets: ClassVar[Mapping[str, re.Pattern[str]]] = {}
-    not_quantized: ClassVar[tuple[str, ...]] = ()  # name endings of layers that quantization skips
+    not_quantized: ClassVar[tuple[str, ...]] = ()  # name suffixes of layers that quantization skips
     in_cuda_graphs: ClassVar[bool] = True  # False if shapes in a decode step depend on tensor values
-    in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports it
+    in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports this family
 
     # ---- config.json
     vision_hidden_act: ClassVar[str] = "silu"  # vision tower activation
@@ -39,7 +39,7 @@ class Family:
     supported: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",), "use_sliding_window": (False,)}
 
     # ---- weights
-    # tensor names are those of transformers' modules; see module_name
+    # whether weight files use transformers' module names; see module_name
     files_have_module_names: ClassVar[bool] = False
     unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of tensors to ignore
 
@@ -90,7 +90,7 @@ class Family:
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
-        """Prepare a sharded model whose layers use only some parameters per token.
+        """Prepare a sharded model for layers that use only some parameters per token, such as experts.
 
         If one rank uses a parameter, all ranks must run its layer, because they gather weights together.
 

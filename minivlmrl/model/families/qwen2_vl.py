@@ -1,4 +1,4 @@
-"""Qwen2-VL: the MLP in its vision tower, and its names in config.json."""
+"""Qwen2-VL: vision tower MLP and config.json keys."""
 
 from dataclasses import dataclass
 from typing import Annotated
