@@ -197,56 +197,47 @@ def picture(curves: dict, method: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def final(curves: dict, method: str, seeds: list[str]) -> str:
-    """Return mean, minimum and maximum of the last accuracy."""
-    return spread([curves[method][seed][-1] for seed in seeds])
-
-
 def spread(last: list[float]) -> str:
+    """Return mean, minimum and maximum of accuracies."""
     if len(last) < 2:
-        return f"{last[0]:.2f}" if last else "not measured"
+        return f"{last[0]:.2f}" if last else ""
     return f"{sum(last) / len(last):.2f} ({min(last):.2f} to {max(last):.2f})"
 
 
 def ending(curves: dict, method: str) -> str:
     """Return the text after a page's diff."""
-    seeds = common_seeds(curves, method)
-    if not seeds:
+    if not common_seeds(curves, method):
         return ""
-    base = COMPARED[method]
-    of_seeds = f"mean over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
-    return f"""
-![Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[base]}]({method}.svg)
-
-[Accuracy after {STEPS} steps](README.md#what-was-measured), {of_seeds}: {final(curves, method, seeds)} with
-{NAMES[method]}, and {final(curves, base, seeds)} with {NAMES[base]}.
-"""
+    alt = f"Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[COMPARED[method]]}"
+    return f"\n[![{alt}]({method}.svg)](README.md#what-was-measured)\n"
 
 
 def table(curves: dict, blind: dict) -> str:
     """Return the last section of README.md."""
+    seeds = sorted(curves.get("grpo", {}), key=int)
     rows = []
-    for method, base in COMPARED.items():
-        if seeds := common_seeds(curves, method):
-            without = spread([*blind.get(method, {}).values()])
-            cells = [f"[{NAMES[method]}]({method}.md)", final(curves, method, seeds), without, NAMES[base]]
-            rows.append(f"| {' | '.join([*cells, final(curves, base, seeds), str(len(seeds))])} |")
+    for method in METHODS:
+        if seeds and curves.get(method, {}).keys() >= {*seeds}:
+            name = f"[{NAMES[method]}]({method}.md)" if method in COMPARED else NAMES[method]
+            base = NAMES[COMPARED[method]] if method in COMPARED else ""
+            accuracy = spread([curves[method][seed][-1] for seed in seeds])
+            gray = spread([blind[method][seed] for seed in seeds if seed in blind.get(method, {})])
+            rows.append(f"| {name} | {base} | {accuracy} | {gray} |")
     if not rows:
         return ""
     return (
         f"""## What was measured
 
-Accuracy in minimal.py's built-in task, with its options: two answers to each of {HELD_OUT} images (mean, smallest and
-largest). With one seed, all methods begin with the same model after 40 SFT steps, and train for {STEPS} steps (160 in
-`python minimal.py`). GSPO, CISPO and DPPO run together with [several steps](several_steps.md), and the GRPO model
-teaches on-policy distillation. No option was tuned for a method. A tiny task and few seeds show that a diff trains, not
-which method is better for your model.
+These diffs train, but a tiny task and {len(seeds)} seeds do not show which method is better for your model. For each
+seed, all methods start from the same model after 40 SFT steps, and train for {STEPS} steps. GSPO, CISPO and DPPO run
+with [several steps](several_steps.md), and the GRPO model is the teacher in on-policy distillation. No option was
+tuned for a method.
 
-Blind: accuracy with gray pictures. A guess is right in 1 of 12 cases (0.08); GRPO has
-{spread([*blind.get("grpo", {}).values()])}. Older runs were not measured again.
+Accuracy: two sampled answers to each of {HELD_OUT} images in the built-in task, mean (lowest to highest) over the
+seeds. A guess has 0.08. With gray images, only some runs were measured.
 
-| method | accuracy | blind | compared with | its accuracy | seeds |
-|---|---|---|---|---|---|
+| method | compare with | accuracy | with gray images |
+|---|---|---|---|
 """
         + "\n".join(rows)
         + """

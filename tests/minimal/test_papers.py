@@ -59,15 +59,17 @@ def test_pages_and_pictures_show_what_was_measured():
         assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
 
 
-def test_a_page_ends_with_the_mean_and_the_range_of_both_methods(tmp_path):
+def test_the_table_has_the_mean_and_the_range_over_seeds(tmp_path):
     curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
+    curves["ppo"] = {"0": [0.1, 0.3]}  # lacks a seed
     blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
     texts = papers.written(curves, blind)
-    shown = "mean over 2 seeds: 0.70 (0.50 to 0.90) with\nRLOO, and 0.30 (0.20 to 0.40) with GRPO."
-    assert shown in texts["rloo.md"]
-    row = "| [RLOO](rloo.md) | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) | GRPO | 0.30 (0.20 to 0.40) | 2 |"
-    assert row in texts["README.md"] and "GRPO has\n0.10. Older" in texts["README.md"]
-    assert "not measured" in papers.written(curves, {})["README.md"]
+    assert texts["rloo.md"].endswith(
+        "\n```\n\n[![Accuracy over 60 steps: RLOO and GRPO](rloo.svg)](README.md#what-was-measured)\n"
+    )
+    assert "| GRPO |  | 0.30 (0.20 to 0.40) | 0.10 |\n" in texts["README.md"]
+    assert "| [RLOO](rloo.md) | GRPO | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) |\n" in texts["README.md"]
+    assert "[PPO](ppo.md) | GRPO" not in texts["README.md"]
     assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     for name, text in texts.items():  # written twice, the files are the same
