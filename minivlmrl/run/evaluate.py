@@ -1,4 +1,4 @@
-"""Evaluate a model on held-out rows: rewards at temperature 1 and greedy."""
+"""Evaluate a model on held-out rows: mean rewards of sampled and greedy answers."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # maximum rows per rank and batch
-BATCH_TOKENS = 16384  # upper limit of sampling.max_batch_tokens in an evaluation
+BATCH_TOKENS = 16384  # upper limit for sampling.max_batch_tokens in evaluations
 UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave probabilities unchanged
 # {kind of training rows: metric on held-out answers}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
@@ -75,14 +75,14 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means of values in [0, 1]."""
-    # Upper bound: values in [0, 1] vary at most as much as right and wrong answers with the same mean. One right and
-    # one wrong answer are added, because otherwise 0 right out of 30 would have no noise.
+    # Upper bound on the variance: that of 0-or-1 values with the same mean. One correct and one wrong answer are added,
+    # because otherwise 0 correct out of 30 would have zero variance.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
 def lowered_metrics(config: RunConfig) -> set[str]:
-    """Return the metrics that training lowers: the loss, and rewards with a negative weight."""
+    """Return metrics for which lower is better: the loss, and rewards with a negative weight."""
     lowered = [name for name, weight in config.rewards.items() if weight < 0]
     return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
 
@@ -91,7 +91,7 @@ def check_best_metric(config: RunConfig, needs: Collection[str]):
     """Raise UserError if no evaluation measures best_metric.
 
     Args:
-        needs: kinds of rows, from all stages.
+        needs: kinds of training rows in all stages.
     """
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
@@ -107,9 +107,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return the next row's images and videos, repeated or cut to this row's number.
+    """Return the next row's images and videos, repeated or truncated to the same number.
 
-    They are resized to this row's image sizes, so boxes keep their units.
+    Images are resized to this row's image sizes, so boxes keep their units.
     """
     others = {}
     for name in ("images", "videos"):
@@ -120,7 +120,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function that returns other images and videos}
+# {metric suffix: function that returns replacement images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -135,10 +135,10 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield results per batch.
 
-    Ranks share the rows, but all of them yield all results.
+    Rows are split among ranks, but every rank yields all results.
 
     Args:
-        key: seeds the sampling, together with the row index.
+        key: seed for sampling, together with the row index.
         describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
         images: function in IMAGE_ABLATIONS that replaces the images, None = keep them.
     """
@@ -162,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # two ranks: rank 0 has sampled rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
+        # interleave: of two ranks, rank 0 has rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

@@ -33,7 +33,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                     "choose another folder."
                 ) from error
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # without locks, other runs are not detected
+                if error.errno not in NO_LOCKS:  # without lock support, other runs cannot be detected
                     raise
             if world.size == 1:
                 return ""

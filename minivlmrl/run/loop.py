@@ -29,7 +29,7 @@ from minivlmrl.trainers.registry import find_trainers
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
     """Train a model according to a recipe, in one process or as one of several ranks.
 
-    Fast checks come first, work that takes minutes last.
+    Fast checks run first, slow work last.
 
     Args:
         callbacks: defaults to `default_callbacks(config)`.
@@ -46,18 +46,18 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
-    world = signals.world  # its stop_if_preempted ends the run after a signal
+    world = signals.world  # world.stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
         # rows, processor and weights
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # last: may ask the user to delete earlier results
+            # last check, because its error tells the user to delete earlier results
             check_output_dir(config)
 
         # output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # not earlier: a run that fails before this point leaves no files
+        if world.is_main:  # printed only now: a run that fails earlier leaves no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -86,9 +86,9 @@ def train_stages(
             results.save_stage(trainer)
         folder = resumed.folder if number == first else None
         steps_done = state.step if number == first else 0
-        with error_phase("load"):  # including reference model and optimizer
+        with error_phase("load"):  # may load a reference model
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if number > first:  # after loading: no step is lost if memory runs out
+        if number > first:  # only after loading, so that an out-of-memory error loses no step
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
@@ -105,7 +105,7 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Replace the files of an earlier run, kept until here in case of an error; evaluate a new run's initial model."""
+    """Replace the files of an earlier run, and evaluate the initial model unless the run is resumed."""
     log = results.log
     if log.world.is_main:
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
@@ -122,7 +122,7 @@ def begin_run(results: Results, resumed: Resumed):
 
 @contextmanager
 def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
-    """Context manager: pass an error to the callbacks."""
+    """Pass errors raised in a `with` block to the callbacks."""
     try:
         yield
     except Exception as error:
@@ -137,11 +137,11 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # samples nothing yet
+    steps = trainer.steps(batches)  # generator; does not sample yet
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
-        # a due checkpoint is already saved: no step is lost if the evaluation is killed
+        # after any checkpoint, so that no step is lost if the evaluation is killed
         results.evaluate_if_due(trainer, number)
         if number == options.max_steps:
             break
@@ -197,14 +197,14 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     """Add up gradients over micro-batches, and return metrics over all ranks."""
     world = trainer.world
     parts = []  # metrics per micro-batch, with their weights: tokens or answers
-    # a trained vision tower alone needs no backward pass without images
+    # if only the vision tower is trained, a micro-batch without images has no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # Ranks with a sharded model wait for each other in every layer; longest first, so similar lengths run
+        # Ranks with a sharded model wait for each other in every layer, so sort by length to run similar lengths
         # together. Micro-batches without gradients come first: FSDP may reduce all gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
@@ -220,7 +220,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if has_gradient(batch) or loss.requires_grad:  # sharded: the images may be another rank's
+                if has_gradient(batch) or loss.requires_grad:  # with FSDP, only another rank may have images
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.counts(values)))

@@ -1,6 +1,6 @@
 """Log metrics to JSON lines files, a progress bar and trackers.
 
-Equal recipes and seeds write identical metrics.jsonl files. Times and peak memory differ; they go to timings.jsonl.
+Runs with the same recipe and seed write identical metrics.jsonl files. Times and peak memory are in timings.jsonl.
 """
 
 import importlib.util
@@ -34,11 +34,11 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_STEPS = 10  # steps per mean in a speed line
+SPEED_STEPS = 10  # steps to average for the printed speed
 MANY_STEPS = 50  # longer stages print only every tenth step
-# {metric: how to combine micro-batches}; others are averaged
+# {metric: reduction over micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# {metric: (mean, weight: tokens or answers)}
+# {metric: (mean, weight)}; the weight is the number of tokens or answers
 Means = dict[str, tuple[float, float]]
 
 
@@ -60,7 +60,7 @@ class MetricsLog(ExitStack):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def open_files(self, resumed: Path | None = None):
-        """Begin the log files, or cut those of a resumed run back to its checkpoint."""
+        """Create the log files, or truncate those of a resumed run to its checkpoint."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
@@ -78,7 +78,7 @@ class MetricsLog(ExitStack):
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files; an error while closing does not hide the run's own."""
+        """Close callbacks, trackers and files; an error while closing does not hide an earlier error."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:
@@ -92,12 +92,12 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # unbuffered: closing the file on a full disk must not fail again
+        while rest:  # the file is unbuffered, so that closing it on a full disk cannot fail again
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, at the total number of optimizer steps."""
+        """Send metrics to the trackers, with the optimizer step over all stages."""
         for log in self.trackers:
             log(values, self.steps)
 
@@ -111,19 +111,19 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
-        # closed after an error: the message starts on a new line
+        # close the bar after an error, so that the message starts on a new line
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # times before the first step, such as the memory check, do not count
+        # discard times before the first step, such as the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Remember the line counts after a step, for the next checkpoint.
+        """Remember the line counts of the log files after a step, for the next checkpoint.
 
-        Rank 0 sends them to all ranks: after an error, another rank may save the checkpoint alone.
+        Rank 0 sends them to all ranks, because after an error, any rank may save the checkpoint.
         """
         counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
         self.line_counts = dict(zip(self.num_lines, map(int, counts), strict=True))
@@ -136,8 +136,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        Evaluations after the last step do not count: a resumed run repeats them. After an error between an update and
-        `snapshot_line_counts`, all lines count, but only rank 0 knows how many there are.
+        Lines from evaluations after the last step are left out, because a resumed run repeats them. After an error
+        between an update and `snapshot_line_counts`, all lines are counted, but only on rank 0.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -146,7 +146,7 @@ class MetricsLog(ExitStack):
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, files first: no line is lost if a tracker fails."""
+        """Log an optimizer step, to files first, so that no line is lost if a tracker fails."""
         self.steps += 1
         self.line_counts = None
         line = {"stage": self.name, "step": number}
@@ -178,7 +178,7 @@ class MetricsLog(ExitStack):
         self.timings.append(timing)
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print it with the completed steps."""
+        """Append a warning to warnings.jsonl, and print it with the number of completed steps."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
@@ -203,7 +203,7 @@ class MetricsLog(ExitStack):
         """Log an evaluation on held-out rows.
 
         Args:
-            steps_done: optimizer steps in this stage before it.
+            steps_done: optimizer steps in this stage before the evaluation.
             seconds: duration, not counted as training time.
         """
         self.begin_time += seconds
@@ -237,14 +237,14 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or cut it back to the resumed checkpoint; return its number of lines."""
+    """Create a log file, or truncate it to the resumed checkpoint; return the number of lines."""
     if resumed is None:
         path.write_bytes(b"")
         return 0
     source = folder_of_logs(path.parent, resumed) / path.name
     if source.is_file() and not (path.is_file() and source.samefile(path)):
         shutil.copyfile(source, path)
-    # None for a log file unknown to the checkpoint: keep all lines
+    # None (keep all lines) if the checkpoint does not know this log file
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
@@ -262,8 +262,8 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    In float32 the maximum difference is rollout.max_logp_mismatch nats; in bfloat16 the root mean square may be at most
-    a tenth of it.
+    In float32, the largest difference must not exceed rollout.max_logp_mismatch, in nats. In bfloat16, the root mean
+    square over tokens must not exceed a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -282,7 +282,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 def tokens_of(step: Step) -> int:
     """Count this rank's tokens in a step: prompts once per group, and all sampled completions.
 
-    Completions count even if they are not trained on because their group has equal rewards.
+    This includes completions in groups with equal rewards, which are not trained on.
     """
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
@@ -310,7 +310,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format mean times over optimizer steps, and GPU memory after the last."""
+    """Format mean times over optimizer steps, and GPU memory after the last step."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)

@@ -18,7 +18,7 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build PyTorch's AdamW, fused on all devices but meta."""
+    """Build PyTorch's AdamW, fused on all devices except meta."""
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer for all parameters that require gradients."""
-    # only the shards: after a forward pass, FSDP may still hold full weights
+    # FSDP may still hold full weights after a forward pass, but the optimizer needs shards
     reshard(model)
     return make_optimizer(trained_parameters(model), options, section)
 
@@ -40,9 +40,9 @@ def make_optimizer(parameters: list, options: TrainingOptions, section: Optimize
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create optimizer state with a step on zero gradients.
+    """Create optimizer state by a step with zero gradients.
 
-    Load a checkpoint only afterwards, because weight decay changes the weights here.
+    Weight decay in this step changes the weights, so load checkpoint weights only afterwards.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -80,10 +80,10 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, options: TrainingOptions) -> float:
-    """Return the learning rate for a step, from 0.
+    """Return the learning rate for a step; the first step is 0.
 
     It rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. During warmup, step k
-    has the rate of TRL's step k + 1, because TRL begins with 0; afterwards both agree.
+    has the rate of TRL's step k + 1, because TRL starts at rate 0. After warmup, both are equal.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """

@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Say which rank ended or hangs after a failed collective; "" if all ranks answer."""
+    """Return a message that names the rank that ended or hangs after a failed collective, "" if all ranks answer."""
     failures = []
 
     def ask():
@@ -40,7 +40,7 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # only rank 0 has a time limit
+    if asking.is_alive():  # the barrier times out only on rank 0, so rank 0 did not answer
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
@@ -64,7 +64,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # `record` would treat sys.exit(0) as the end of the run
+        except SystemExit as error:  # `record` would treat sys.exit(0) as success
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)

@@ -10,7 +10,7 @@ SECONDS = 0.5  # minimum time between updates
 
 
 def cut(line: str, width: int) -> str:
-    """Cut a line between words, because a cut number would be wrong."""
+    """Truncate a line between words, because a truncated number would be wrong."""
     match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
     return match[0].rstrip(",") if match else ""
 
@@ -18,8 +18,8 @@ def cut(line: str, width: int) -> str:
 class ProgressBar:
     """Bar with steps, remaining time, rate and values.
 
-    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". It is on stderr, and hidden if
-    stderr is not a terminal.
+    Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". The bar is written to stderr, and
+    hidden if stderr is not a terminal.
     """
 
     def __init__(self, name: str, total: int, is_main: bool = True, initial: int = 0, leave: bool = True):
@@ -28,8 +28,8 @@ class ProgressBar:
         Args:
             total: steps in the whole loop.
             is_main: True on rank 0; other ranks show no bar.
-            initial: steps from an earlier run.
-            leave: whether the bar stays on the terminal at the end.
+            initial: steps done before a resume.
+            leave: whether to leave the bar on the terminal at the end.
         """
         self.name = name
         self.total = total
@@ -80,7 +80,7 @@ class ProgressBar:
         self.hidden = True
 
     def _replace(self, line: str, end: str = ""):
-        """Write a line over the bar, cut between words to terminal width."""
+        """Overwrite the bar with a line, truncated between words to the terminal width."""
         if not self.hidden:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns
             print(f"\r{cut(line, width - 1):{width - 1}}", end=end, file=sys.stderr, flush=True)

@@ -97,7 +97,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         ("code in", old.files.code, new.files.code),
     )
     for words, before, now in tables:
-        for name in sorted(before.keys() & now.keys()):  # if only one has it, the option with the file name has changed
+        for name in sorted(before.keys() & now.keys()):  # added or removed files are changed options, yielded above
             if before[name] != now[name]:
                 moves_rows = words == "rows of" and is_about_rows(name)
                 yield Change(f"changed since {saved} was saved: {words} {name}", moves_rows)
@@ -108,7 +108,7 @@ def is_about_rows(option: str) -> bool:
 
 
 def checksum(path: Path) -> str:
-    """Hash a file's contents, or names and sizes in a folder."""
+    """Hash a file's contents, or the file names and sizes in a folder."""
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])

@@ -41,7 +41,7 @@ def check_output_dir(config: RunConfig):
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
     has_results = (folder / SUMMARY).exists()
-    if not config.stages and metrics_file.exists():  # an evaluation alone would overwrite the metrics
+    if not config.stages and metrics_file.exists():  # a run without stages would also overwrite metrics
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
         raise UserError(
@@ -106,7 +106,7 @@ class Results:
     def save_stage(self, trainer: Trainer):
         if trainer.trains_policy:
             self.save(trainer, self.folder)
-        else:  # reward models are saved completely, because later stages load them
+        else:  # later stages load the reward model, so save all its weights
             trainer.save(self.folder)
         self.world.barrier()  # the next stage may read files saved here
 
@@ -147,16 +147,16 @@ class Results:
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without the image, None if the first metric is not an accuracy.
+        """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
 
-        For rows from a file, the guess is the most frequent held-out solution to the same question, or to all questions
-        if this one occurs once.
+        For rows from a file, the guess is the most frequent held-out solution to the same question. If a question
+        occurs only once, it is the most frequent solution overall.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
         if self.config.data.task:
             return get_task(self.config.data.task).chance
-        counts = defaultdict(Counter)  # {question: rows per solution}
+        counts = defaultdict(Counter)  # {question: number of rows per solution}
         for row in self.held_out:
             if (solution := row.columns.get("solution")) is not None:
                 counts["\n".join(map(text_of, row.messages))][str(solution)] += 1

@@ -10,7 +10,7 @@ Fields of a line:
 Fields of a completion:
 
 - text, boxes, and stopped, which is false if max_new_tokens cut the text;
-- answer: found in the text by data.answer_format, null if there is none;
+- answer: extracted from the text according to data.answer_format, null if there is none;
 - rewards: {reward name: value}, and reward: weighted sum, with the grpo.soft_punish_cache penalty;
 - why: {reward name: reason for its value}, only for rewards that give a reason;
 - advantage;
@@ -45,7 +45,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-LONGEST_SIDE = 384  # maximum side in pixels; larger images are scaled down
+LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 
 @dataclass
@@ -59,7 +59,7 @@ class LogLine:
 def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; [] if it does not exist.
 
-    A last line without newline is ignored: a run may still be writing it.
+    A last line without newline is ignored, because a run may still be writing it.
 
     Args:
         form: dataclass with the required fields.
@@ -137,13 +137,13 @@ class CompletionsLog:
     def write_image(self, name: str, encoded: bytes):
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(".partial")  # no broken image after a kill
+        draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
         draft.write_bytes(encoded)
         draft.rename(path)
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:
-    """Return the folder with the logs of a checkpoint's run.
+    """Return the folder with the log files of the run that saved a checkpoint.
 
     Args:
         output: output folder of the resumed run.
@@ -167,7 +167,7 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield lines for completions.jsonl from this rank's prompts, without `images`.
 
-    All ranks must call this: advantages are gathered.
+    All ranks must call this, because advantages are gathered.
     """
     own = {}  # {sample index: advantage}
     for batch in step.micro_batches:
@@ -177,7 +177,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # in no micro-batch: dropped, because the advantage is 0
+        # samples in no micro-batch were dropped, because their advantage is 0
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)
@@ -260,5 +260,5 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" if a character needs more tokens
+        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" until a character is complete
         yield text, round(logp, 4) if by_policy else None

@@ -216,7 +216,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the Row fields with answers, such as ("chosen", "rejected")."""
+    """Return the Row fields that hold answers in a dataset, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -265,7 +265,7 @@ def check_positions(
 def filter_long_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Remove training rows with more than data.max_prompt_tokens tokens, given answers included."""
+    """Remove training rows with more than data.max_prompt_tokens tokens, including any answers."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:
         return datasets
@@ -284,7 +284,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps of stages that max_epochs ends earlier; config.yaml has the lowered number."""
+    """Lower max_steps of stages that reach max_epochs earlier; config.yaml has the lower number."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

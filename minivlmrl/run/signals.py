@@ -18,14 +18,14 @@ LAST_CALL = 10.0  # seconds that a reward or tool may still take after a signal
 
 
 class Preempted(Exception):
-    """Raised on all ranks after a signal: save a checkpoint and exit with code 75."""
+    """Raised on all ranks after a stop signal, to save a checkpoint and exit with code 75."""
 
 
 class StopSignals:
     """Context manager for a run: at the first stop signal, save a checkpoint and exit.
 
-    A second signal ends the process at once, if it comes five seconds later (Ctrl-C: one second). Long tasks, such as
-    sampling, call world.stop_if_preempted repeatedly, which raises Preempted after a signal.
+    A second signal after five seconds (Ctrl-C: one second) ends the process at once. Long tasks, such as sampling, call
+    world.stop_if_preempted repeatedly, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -44,12 +44,12 @@ class StopSignals:
         # Python sets signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # stays ignored, for example under nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored, for example under nohup
                     self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers; print a Preempted instead of raising it."""
+        """Restore the signal handlers, and print a Preempted exception instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -86,5 +86,5 @@ class StopSignals:
             raise Preempted("preempted")
 
     def is_requested(self) -> bool:
-        """Return True if any rank has received a signal; all ranks must call this."""
+        """Check whether any rank has received a signal; all ranks must call this."""
         return self.world.sum(self.first is not None)[0] > 0

@@ -26,20 +26,20 @@ class TrainerState:
     seed: int  # run seed
     stages: list[str]  # in recipe order
     stage: Annotated[int, ">= 0"] = 0  # current stage
-    step: Annotated[int, ">= 0"] = 0  # optimizer steps, current stage
-    steps: Annotated[int, ">= 0"] = 0  # optimizer steps, all stages
+    step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
+    steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
     batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage
     rows: Annotated[int, ">= 0"] = 0  # rows in the current dataset, 0 before the stage begins
     # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of best_metric so far, negated if training lowers it
+    best: float | None = None  # best value of best_metric so far, negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)  # files in the recipe
-    # {log file: lines so far}
+    # {log file: number of lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: line of the last step}, which an error after the update may have left unwritten; completions.jsonl is
-    # listed only while unwritten
+    # {log file: line for the last step}, to write on resume if an error prevented it; completions.jsonl is listed only
+    # until it is written
     last_lines: dict[str, dict] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # from callbacks; see Callback.state_dict
 
@@ -67,5 +67,5 @@ class TrainerState:
 def read_trainer_state(folder: Path) -> TrainerState:
     """Read run.json in a checkpoint."""
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # name in older checkpoints
+    content.setdefault("batches_consumed", content.get("draws", 0))  # "draws" in older checkpoints
     return build(TrainerState, content, str(folder / RUN), json=True)

@@ -33,11 +33,11 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on
-    normalizer: LossNormalizer  # totals per step; one of them divides the loss
+    normalizer: LossNormalizer  # loss denominators for the whole step
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights for means over micro-batches: token counts."""
+        """Return weights for averaging metrics over micro-batches: token counts."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ class MicroBatch:
 class Sample:
     """Sampled completion with prompt and rewards."""
 
-    index: int  # sample index over all ranks, rank 0 first
-    row: Row  # dataset row behind the prompt
+    index: int  # index among samples on all ranks, rank 0 first
+    row: Row  # dataset row of the prompt
     prompt: Prompt
     completion: Completion
     rewards: Tensor  # (K,) float32 on the CPU, NaN where a reward function returned None
@@ -116,16 +116,16 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # identical on all ranks
-    ends_rollout: bool = True  # last step on its rollout; checkpoints are saved only there
+    ends_rollout: bool = True  # whether it is the last step on its rollout, after which checkpoints can be saved
     rollout: Rollout | None = None  # rollout to train on
-    groups: Sequence[list[Sample]] = ()  # sampled on this rank; other ranks may train on them
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
 
 
 class Trainer:
     """Base class for training stages; run/loop.py runs them.
 
-    Subclasses define `steps`, which yields optimizer steps, and `loss`. Losses of micro-batches are added up, so a loss
-    is divided by the tokens or completions of the whole step.
+    Subclasses define `steps`, which yields optimizer steps, and `loss`. Micro-batch losses are summed, so `loss` must
+    divide by tokens or completions in the whole step.
 
     Args:
         config: recipe; the section named after the stage has its options.
@@ -133,12 +133,12 @@ class Trainer:
     """
 
     stage: str  # stage name, also its section in recipes
-    config_type = TrainingOptions  # options in the section
+    config_type = TrainingOptions  # dataclass for the recipe section
     needs = "prompts"  # required columns: key in NEEDS of run/datasets.py
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if completions are sampled
     samples_completions = False  # whether the stage samples and scores completions
     trains_policy = True  # False if it trains a separate model
-    trained: nn.Module  # module with the optimizer's parameters
+    trained: nn.Module  # module with the parameters to optimize
 
     def __init__(
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -164,12 +164,12 @@ class Trainer:
 
     @staticmethod
     def has_reference(options) -> bool:
-        """Return True if the stage needs a reference model."""
+        """Check whether the stage needs a reference model."""
         return False
 
     @staticmethod
     def columns(options) -> tuple[str, ...]:
-        """Return the optional columns to read."""
+        """Return optional dataset columns that the stage reads."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -185,7 +185,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str, rows: Sequence[Row] = ()) -> error_phase:
-        """Time a phase such as "sampling"; errors in it carry the phase and its rows."""
+        """Time a phase such as "sampling", and attach its name and rows to errors."""
         self.timer.start(name)
         return error_phase(name, rows)
 
@@ -215,7 +215,7 @@ class Trainer:
         return modules
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the weights, only adapters if not `merge`; all ranks must call this method."""
+        """Save the weights, or only adapters if not `merge`; all ranks must call this method."""
         base = self.config.model.path
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 

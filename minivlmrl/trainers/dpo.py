@@ -14,7 +14,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import PairTrainer
 
-# arguments of dpo_loss and check_dpo_options, with the same names
+# options to pass to dpo_loss and check_dpo_options
 LOSS_OPTIONS = (
     "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
     "use_weighting",
@@ -27,7 +27,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # chosen answers, rows 0, 2, 4, ...: an added SFT loss averages over their tokens
+    # an added SFT loss averages over tokens in chosen answers, which are rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
     @classmethod

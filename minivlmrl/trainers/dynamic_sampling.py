@@ -16,13 +16,13 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample until enough groups have different rewards, and build a rollout from them.
+    """Sample until enough groups have rewards that differ, and build a rollout from them.
 
-    After max_num_batches batches, groups with equal rewards fill the rollout.
+    If these are too few after max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
-        rows: first batch.
-        compared_rewards: rollout -> rewards (n, K); a group differs if any column does.
+        rows: first batch of rows.
+        compared_rewards: rollout -> rewards (n, K); a group is kept if any column differs within it.
     Returns:
         rollout, number of batches
     """
@@ -50,7 +50,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups, those with equal rewards only if there are too few others."""
+    """Build a rollout from `count` groups, including groups with equal rewards only if there are too few others."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.options.steps_per_rollout
     local = []  # groups on this rank, in optimizer-step order

@@ -1,4 +1,4 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300), in the order it computes:
+"""GRPO (DeepSeekMath, arXiv 2402.03300), in order of computation:
 
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
@@ -34,8 +34,8 @@ class GRPOBatch(SampledBatch):
     """Micro-batch with the tensors for GRPO's loss and its variants."""
 
     advantages: Tensor  # (R,)
-    old_per_token_logps: Tensor | None = None  # (R, T) before the first update
-    old_entropies: Tensor | None = None  # (R, T) before the first update
+    old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
+    old_entropies: Tensor | None = None  # (R, T) entropies before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # lowest entropy to train on
     num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
@@ -74,7 +74,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return what dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
+        """Return the values that dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
         if self.options.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -121,7 +121,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return True if the KL penalty is in the reward, as in RLOO, not in the loss."""
+        """Check whether the KL penalty is in the reward, as in RLOO, instead of in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
     @cached_property
@@ -143,10 +143,10 @@ class GRPOTrainer(RolloutTrainer):
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples that cannot change the gradient: advantage 0."""
+        """Drop samples with advantage 0, unless they affect the gradient."""
         if self.needs_all_samples:
             return samples
-        # at least one: with sharding, all ranks must run a forward pass
+        # keep at least one, because with sharding all ranks must run a forward pass
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
@@ -156,7 +156,7 @@ class GRPOTrainer(RolloutTrainer):
         # 1. balance tokens between ranks, and pack samples
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        # 2. policy values before the update
+        # 2. advantages, and log-probabilities before the update
         batches = [self.before_update(batch, advantages) for batch in packed]
         # 3. entropy threshold over all ranks
         if options.top_entropy_quantile < 1:
@@ -173,7 +173,7 @@ class GRPOTrainer(RolloutTrainer):
         return batches
 
     def before_update(self, batch: SampledBatch, advantages: Tensor) -> GRPOBatch:
-        """Add advantages, and policy values before the update."""
+        """Add advantages and, if needed, log-probabilities and entropies before the update."""
         options = self.options
         grpo_batch = GRPOBatch(**vars(batch), advantages=self.gather_advantages(advantages, batch))
         if self.needs_old_logps:
@@ -189,7 +189,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if samples with advantage 0 affect the gradient, for example by a KL penalty."""
+        """Check whether samples with advantage 0 affect the gradient, for example through a KL penalty."""
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
         return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
@@ -201,20 +201,20 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Return True if several optimizer steps train on a rollout."""
+        """Check whether several optimizer steps train on the same rollout."""
         return self.options.num_iterations * self.options.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.options.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate the KL from the reference per sample (k1, in nats) on all ranks: (samples,)."""
+        """Estimate the KL to the reference for samples on all ranks (k1, in nats): (samples,)."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # sorted by sample: KLs may come from other ranks
+        # sort by sample, because rebalancing moves samples between ranks
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -226,7 +226,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the loss is grpo_loss; only it has token weights and an entropy bonus."""
+        """Check whether the loss is grpo_loss, which supports token weights and an entropy bonus."""
         return self.loss_function is grpo_loss
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -256,12 +256,12 @@ class GRPOTrainer(RolloutTrainer):
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
-        """Scale clip ratios so that they add up over the step's micro-batches, as in TRL.
+        """Scale clip ratios so that they can be summed over micro-batches in a step, as in TRL.
 
-        The divisor is all tokens in the step (GSPO, RLOO: completions). Completions dropped for advantage 0 are never
-        clipped.
+        The denominator is all tokens in the step (GSPO, RLOO: completions). Completions dropped because their
+        advantage is 0 are never clipped.
         """
-        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: shares must add up exactly
+        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
@@ -293,7 +293,7 @@ class GRPOTrainer(RolloutTrainer):
 def find_loss(options: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user function in `loss_type`.
 
-    A user function may lack parameters, or have the form f(batch, options); see config/loss_forms.py.
+    A user function may omit parameters, or have the form f(batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters][3:]
     table = dict.fromkeys(AVERAGES, grpo_loss)

@@ -1,6 +1,6 @@
-"""Base classes for trainers on answers in the data: SFT, DPO, KTO, reward model.
+"""Base classes for trainers that learn from answers in the dataset: SFT, DPO, KTO, reward model.
 
-A prompt and its images run once for all its answers.
+A prompt and its images are processed once for all its answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,23 +24,23 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """Micro-batch with answers from the data; pairs as chosen, rejected, chosen, rejected, ..."""
+    """Micro-batch with answers from the dataset; for pairs, chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights as in TRL: answers, but tokens for the entropy."""
+        """Return weights for averaging metrics as in TRL: answer counts, but token counts for the entropy."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages on answers in the data, with one optimizer step per batch.
+    """Base class for stages that learn from answers in the dataset, with one optimizer step per batch.
 
     Subclasses define `loss` and the Row fields with answers, such as ("chosen", "rejected").
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields with answers
-    counted_rows = slice(None)  # answer rows in the loss denominator, in tokens
+    counted_rows = slice(None)  # answers whose tokens are in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -101,13 +101,13 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Base class for stages with pairs, a chosen and a rejected answer."""
+    """Base class for stages that learn from pairs of a chosen and a rejected answer."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute scores, chosen minus rejected: (pairs,)."""
+        """Compute score differences, chosen minus rejected: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()

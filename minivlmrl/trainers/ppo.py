@@ -34,8 +34,8 @@ class PPOBatch(SampledBatch):
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets for the critic
-    old_per_token_logps: Tensor  # (R, T) before the first update, in nats
-    old_values: Tensor  # (R, T) critic before the first update
+    old_per_token_logps: Tensor  # (R, T) log-probabilities before the first update, in nats
+    old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
         """Return mean token advantages per completion, without masked tokens."""

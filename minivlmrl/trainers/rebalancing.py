@@ -1,7 +1,7 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
-A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but no
-images, because image patches can take 10 MB: the new rank reads the files again. So a group only moves if that saves
+A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but
+not image patches, which can take 10 MB. The new rank reads the image files again, so a group moves only if that saves
 much time.
 """
 
@@ -15,7 +15,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# minimum gain from a move, as a share of the mean tokens per rank
+# minimum gain from a move, as a fraction of the mean tokens per rank
 WORTH_MOVING = 0.05
 
 
@@ -68,7 +68,7 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 
     Args:
         batches: reads rows for received groups.
-        groups: on this rank; the same number on all ranks.
+        groups: groups on this rank; all ranks must have the same number.
         lengths: tokens to train on, per group.
     """
     world = batches.world
@@ -92,9 +92,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    The longest remaining group goes to the rank with the fewest tokens that has room. If its own rank has room, it
-    moves only for a difference above WORTH_MOVING times the mean. If no rank exceeds the mean by more than this,
-    nothing moves.
+    Longest first, a group goes to the rank with the fewest tokens among those with room. It leaves a rank with room
+    only if the difference exceeds WORTH_MOVING times the mean. If no rank exceeds the mean by more than that, nothing
+    moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -1,4 +1,4 @@
-"""Reference model for DPO and the KL penalty, by default the policy when the stage starts."""
+"""Reference model for DPO and the KL penalty, by default the policy at the start of the stage."""
 
 import copy
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 
-# ModelConfig fields that must be equal: both models get the same inputs
+# ModelConfig fields that must match the policy's, because both models get the same inputs
 MATCHING_FIELDS = [
     "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
     "vision_config.tokens_per_second",
@@ -65,7 +65,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # in a list, torch does not register the policy, so that checkpoints save it once
+        # a list, so that torch does not register the policy, which checkpoints would then save twice
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
@@ -76,11 +76,11 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap parameter values with their copies; reshard an FSDP model first."""
-        # swap back before a backward pass: autograd does not see new parameter.data
+        """Swap parameter values with their copies; an FSDP model must be resharded first."""
+        # swap back before a backward pass, because autograd does not notice new parameter.data
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # no allocation, so the swap cannot run out of memory halfway
+                # without allocation, so that the swap cannot run out of memory halfway
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -92,7 +92,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference: a separate model, or the policy with copied parameters."""
+    """Yield the reference: a separate model, or the policy with reference parameters swapped in."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -116,7 +116,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference from a folder, with sharding and compute dtype like the policy."""
+    """Load a reference from a folder, with the policy's sharding and compute dtype."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
