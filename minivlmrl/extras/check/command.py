@@ -2,9 +2,9 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-Reads the rows, scores correct answers and texts that are no answers, and prints problems with cause and fix. Exit
-status: 1 for a problem, else 0. Writes no files. Samples nothing: training warns within ten steps about truncated
-completions, a missing format and equal rewards.
+Reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix. Writes no
+files and samples no completions: truncated completions, a missing format and equal rewards are reported within the
+first ten training steps. Exit status: 1 if there are problems, else 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Yield problems of options, rows and rewards, with cause and fix."""
+    """Yield problems with options, rows and rewards, including cause and fix."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
     callbacks.on_recipe(config, stages)
@@ -69,7 +69,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    """Check the rewards of a stage that samples completions."""
+    """Check the reward functions for a stage that samples completions."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)
@@ -77,9 +77,9 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
-    """Leave out unreadable rows, as data.skip_unreadable does."""
+    """Replace unreadable rows, as data.skip_unreadable does in training."""
     if not isinstance(rows, FileDataset):
-        return rows  # images of tasks are readable
+        return rows  # generated images are always readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 

@@ -1,7 +1,7 @@
-"""Find options that a recipe sets, but that have no effect because of another option.
+"""Find options that have no effect because of another option in the recipe.
 
-A run prints a note about them, no error: a single option can then change a recipe, as in --grpo.num_iterations=1.
-Contradictions are errors, in config/options.py.
+They are notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a whole recipe.
+Contradicting options are errors, raised in config/options.py.
 """
 
 import inspect
@@ -16,17 +16,17 @@ from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
-# (options, why they have no effect, condition)
+# (options, why they have no effect, when this is the case)
 Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
 def on_policy(config: RunConfig) -> bool:
-    """Return True for one optimizer step per rollout: all probability ratios are 1."""
+    """Return True if each rollout is used for one optimizer step, so that all policy ratios are 1."""
     return config.grpo.num_iterations * config.grpo.steps_per_generation == 1
 
 
 def own_loss(config: RunConfig) -> bool:
-    """Return True for a user's GRPO loss, which may use any option of grpo."""
+    """Return True if the GRPO loss is the user's own function, which may use any grpo option."""
     return ":" in config.grpo.loss_type
 
 
@@ -124,7 +124,7 @@ RULES: list[Rule] = [
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options that a recipe sets without effect."""
+    """Yield (options, reason) for options that the recipe sets, but that have no effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
@@ -139,11 +139,11 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options without effect, set or not."""
+    """Yield (options, reason) for all options without effect, set or not."""
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # loads this model
+            if "reward_model" in config.rewards:  # this reward loads reward_model.path
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data
@@ -175,7 +175,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
 
 
 def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
-    """Yield options that a user's loss or advantage function does not take as parameters."""
+    """Yield options that are not parameters of a user's loss or advantage function."""
     of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
     for option, text, names in (
         ("loss_type", section.loss_type, of_losses),

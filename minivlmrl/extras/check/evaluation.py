@@ -1,4 +1,4 @@
-"""Check held-out rows: number, solutions, images."""
+"""Check the evaluation rows: their number, solutions and images."""
 
 import hashlib
 import random
@@ -17,11 +17,11 @@ from minivlmrl.extras.check.rewards import Trial, check_constant
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
-NUM_DECODED = 1000  # maximum rows with decoded images
+NUM_DECODED = 1000  # maximum number of rows whose images are decoded
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the held-out rows, and compare their images with training images."""
+    """Check the evaluation rows, and compare their images with training images."""
     held_out = datasets.get("eval")
     if held_out is None:
         return
@@ -31,7 +31,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
             "rows (data.eval_file, data.eval_rows)."
         )
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
-    no_columns = dict.fromkeys(required_columns(rewards))  # held-out rows may lack columns
+    no_columns = dict.fromkeys(required_columns(rewards))  # evaluation rows may lack columns
     sampled_rows = enumerate(sample_rows(held_out))
     rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled_rows]
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
@@ -44,10 +44,10 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 
 
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
-    """Check for held-out images with the pixels of training images."""
+    """Check for evaluation images that are identical to training images."""
     if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
-    if rows_trained_on(held_out, rows):  # equal rows: find_mistakes
+    if rows_trained_on(held_out, rows):  # find_mistakes reports duplicate rows
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0
@@ -60,11 +60,11 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
 
 
 def pixel_hashes(rows: Dataset) -> set[bytes]:
-    """Hash the pixels of at most 1000 random rows."""
+    """Hash the images in at most 1000 random rows."""
     hashes = set()
     numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
     for number in numbers:
-        with suppress(ValueError):  # unreadable: reported elsewhere
+        with suppress(ValueError):  # unreadable images are reported elsewhere
             for image in rows[number].images:
                 hashes.add(hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest())
     return hashes

@@ -1,4 +1,4 @@
-"""Check a recipe before the first optimizer step; describe device, model and options."""
+"""Check a recipe before the first optimizer step, and print device, model and options."""
 
 import math
 import sys
@@ -37,15 +37,15 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # checked solutions, in a few seconds
-NUM_IMAGES = 16  # images with checked boxes
-TYPICAL_WEIGHT = 0.01  # magnitude in models with billions of parameters
+NUM_SOLUTIONS = 10_000  # maximum solutions to check: takes a few seconds
+NUM_IMAGES = 16  # maximum images whose boxes are checked
+TYPICAL_WEIGHT = 0.01  # typical magnitude in models with billions of parameters
 
 
 class Preflight(Callback):
-    """Check and describe recipe, rows and rewards before the first step."""
+    """Check and describe the recipe, rows and rewards before the first step."""
 
-    mistakes: Sequence[str] = ()  # for a run; `check` lists its own findings
+    mistakes: Sequence[str] = ()  # printed when training begins
 
     def on_setup(self, config: RunConfig, world: World):
         if world.is_main:
@@ -57,7 +57,7 @@ class Preflight(Callback):
             try:
                 for find in (training_rewards, held_out_rewards):
                     find(config)
-            except Exception as error:  # the first import, before this one, had no error
+            except Exception as error:  # the first import worked, only the second one fails
                 if world.is_main:
                     print(
                         f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
@@ -89,9 +89,9 @@ def print_all(notes: Iterable[str]):
 
 @contextmanager
 def fresh_import() -> Iterator[None]:
-    """Context manager: load the user's files again, to leave the run's modules unchanged.
+    """Context manager that re-imports the user's files, so that trial calls do not change the run's modules.
 
-    Example: a reward counts its calls in a global variable. A resumed run repeats the trial call, which must not count.
+    Example: if a reward counts its calls in a global variable, trial calls must not be counted.
     """
     of_run = loaded_modules()
     for name in of_run:
@@ -99,7 +99,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # with files that the call imported: a resumed run compares all code files
+        # include files that the trial imported: a resumed run compares all code files
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
@@ -116,7 +116,7 @@ def loaded_modules() -> dict[str, ModuleType]:
 
 
 def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
-    """Yield (stage or "eval", dataset, rewards) where completions are scored."""
+    """Yield (stage or "eval", dataset, rewards) for datasets whose completions are scored."""
     for stage, rows in datasets.items():
         if stage == "eval":
             yield stage, rows, held_out_rewards(config)
@@ -131,7 +131,7 @@ def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tu
 
 
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call the rewards with an invented completion and the first row, to find their errors before training."""
+    """Call the rewards with a made-up completion for the first row, to find errors before training."""
     ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
@@ -143,7 +143,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
 
 
 def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
-    """Raise UserError if no answer can equal a solution, such as a box outside the image."""
+    """Raise UserError if a solution can never be matched, such as a box outside the image."""
     for _, rows, rewards in scored_files(config, datasets):
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
         for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:
@@ -160,7 +160,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
             size = None
-            with suppress(ValueError):  # unreadable: an error or a skipped row later
+            with suppress(ValueError):  # unreadable images are reported or skipped later
                 size = row.images[0].size if row.images else None
             with error_context(row.where):
                 if size is not None:
@@ -168,7 +168,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Print device, number of ranks and kernels, which a GPU tests first."""
+    """Print the device, number of ranks and kernel backends."""
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
@@ -190,7 +190,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """Print what a reasoning model's chat template writes before each answer, such as <think>."""
+    """Print what the chat template of a reasoning model puts before each answer, such as <think>."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     generation_prefix = processor.template.generation_prefix
@@ -201,7 +201,7 @@ def describe_thought(processor: Processor):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield notes about options that no stage uses, and about prompts that the model does not know."""
+    """Yield notes about options without effect, and about prompts that differ from earlier training."""
     yield from other_prompts(config)
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
@@ -210,7 +210,7 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
 
 
 def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a note if rewards compare boxes in rows with several images."""
+    """Yield a note if a reward compares boxes in rows with several images."""
     for stage, rows, rewards in scored_files(config, datasets):
         names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
         several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
@@ -223,7 +223,7 @@ def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> 
 
 
 def other_prompts(config: RunConfig) -> Iterator[str]:
-    """Yield a note if the model to train was trained with other prompts before."""
+    """Yield a note if the model was previously trained with other prompt options."""
     adapter = config.adapter.path
     folder = find_adapter(adapter) if adapter else config.model.path
     if folder and config.stages:
@@ -233,7 +233,7 @@ def other_prompts(config: RunConfig) -> Iterator[str]:
 
 
 def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a note about empty solutions, which the reward `accuracy` leaves out."""
+    """Yield a note about empty solutions, which the reward `accuracy` does not score."""
     for stage, rows, rewards in scored_files(config, datasets):
         empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
         if empty and any(reward.name == "accuracy" for reward in rewards):
@@ -244,7 +244,7 @@ def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield notes about likely mistakes, such as evaluation rows that are training rows."""
+    """Yield notes about likely mistakes, such as training rows in the evaluation data."""
     if "format" in config.rewards and config.data.answer_format != "tags":
         yield (
             f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
@@ -253,7 +253,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     yield from boxes_of_several_images(config, datasets)
     yield from empty_solutions(config, datasets)
     dtype = DTYPES[config.model.dtype]
-    # float32 adapters lose no updates, nor does adamw_8bit, which carries the rounding error
+    # 16-bit weights lose small updates, except in float32 adapters and in adamw_8bit, which keeps the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -271,7 +271,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
             )
         rate = options.learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights never change
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # updates to larger weights are rounded away
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "
@@ -281,7 +281,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 
 def rows_trained_on(held_out, rows) -> list[int]:
-    """Return indices of held-out rows with prompt and images of a training row."""
+    """Return indices of evaluation rows that have the same prompt and images as a training row."""
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}

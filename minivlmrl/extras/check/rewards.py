@@ -1,4 +1,4 @@
-"""Check the rewards of correct answers, demonstrations, empty texts and texts that exploit rewards."""
+"""Check reward functions on correct answers, demonstrations and texts that could exploit them."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# texts without an answer, which must not score high
+# these texts have no answer and must not score high
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -37,24 +37,24 @@ REWARD_HACK_PROBES = {
 }
 
 
-NOISE = 1e-6  # tolerated difference if a completion is scored twice
-NUM_ANSWERS = 64  # rows whose answers are compared with solutions
-CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # such as "B. horse"
-MAX_FORMS = 8  # list elements to try as answers, if a solution is a list
+NOISE = 1e-6  # tolerance when a completion is scored twice
+NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
+CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
+MAX_FORMS = 8  # if a solution is a list, maximum elements to try as answers
 
 
 @dataclass
 class Trial:
-    """Reward functions to test, with their weights, and rows to test them on."""
+    """Reward functions to test, their weights, and the rows to test them on."""
 
     rewards: list[Reward]
     weights: Tensor  # (K,)
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # longest text, in tokens
+    max_new_tokens: int = 64  # length of the longest text, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute rewards (rows, K) for one sampled text per row."""
+        """Return rewards, (rows, K), for one completion text per row."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -63,24 +63,24 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Score one answer per row, formatted by data.answer_format."""
+        """Return rewards, (rows, K), for one answer per row, formatted by data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return solutions as texts, such as 3 or 3.0, whichever scores higher."""
+        """Return each row's solution as a string, such as "3" or "3.0", whichever scores highest."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
         totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)]
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Score several answers per row: (answers, K) each."""
+        """Return one tensor of rewards per row, (number of answers, K)."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Choose 16 rows to test the rewards, except reward models."""
+    """Choose 16 rows to test all reward functions on, except reward models."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -88,7 +88,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that a later stage rewards the demonstrations of sft."""
+    """Check that the SFT demonstrations score well with the rewards of later stages."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -99,7 +99,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         values = alone.score_texts(texts)
         mean = values.nanmean().item()
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
-        if mean < 0.2 * highest:  # rewards may have any scale
+        if mean < 0.2 * highest:  # relative to the highest, as rewards may have any scale
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
@@ -113,26 +113,26 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check whether answers contradict the column `solution`.
+    """Check whether training answers contradict the column `solution`.
 
-    Examples: a good answer with at most half of the highest reward, a bad answer with more, a rejected answer with more
-    than the chosen one.
+    Examples: an answer labeled good gets at most half the highest reward, one labeled bad gets more, or a rejected
+    answer scores higher than the chosen one.
     """
     names = trainer.answers
-    # not for tasks, which may teach a format with wrong answers
+    # skip generated rows, which may use wrong answers to teach a format
     is_compared = names and isinstance(all_rows, FileDataset)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
-        # (number of fields, n rows)
+        # (answer columns, rows)
         scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
         highest = scores.nan_to_num(0.0).max()
         has_labels = trainer.needs == "labels"
         is_good = [not has_labels or bool(row.columns["label"]) for row in rows]
         is_wrong = (scores[0] > highest / 2) != torch.tensor(is_good)
-        is_wrong |= scores[0] < scores[-1]  # a rejected answer scores higher
+        is_wrong |= scores[0] < scores[-1]  # the rejected answer scores higher
         is_wrong &= ~scores.isnan().any(0)
         num_wrong = int(is_wrong.sum())
         if highest > 0 and num_wrong > max(1, 0.05 * len(rows)):
@@ -151,7 +151,7 @@ def answer_text(row: Row, name: str) -> str:
 
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check that box rewards can parse the answers."""
+    """Check that box rewards can parse the demonstrations."""
     box_rewards = ("iou", "acc_0_5", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unparsed = []
@@ -177,7 +177,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
     probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
-    # texts per probe, then the correct answers
+    # one list of texts per probe, then the correct answers
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # (texts, rows, K)
@@ -186,7 +186,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     if required_columns(trial.rewards):
         yield from check_totals([*probes], totals, has_solutions)
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # per reward, means of texts
+    reward_means = values.nanmean(1).T.tolist()  # per reward: mean for each text
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
@@ -207,8 +207,8 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
     """Check that correct answers have a higher total reward than texts without an answer.
 
     Args:
-        names: texts, first the empty one.
-        totals: their mean rewards, last that of correct answers.
+        names: names of the texts, the empty text first.
+        totals: mean total reward for each text, correct answers last.
     """
     *others, right_mean = totals
     highest, name = max(zip(others, names, strict=True))
@@ -226,7 +226,7 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that rewards are deterministic: the same texts score the same again."""
+    """Check that rewards are deterministic by scoring the same texts again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -241,9 +241,9 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check whether a reward expects a text that no model would write, such as "['cat', 'kitten']".
+    """Check whether a reward prefers str(solution), such as "['cat', 'kitten']", to a natural answer.
 
-    A model writes an element of a list, the letter of a choice, or a box in its own unit.
+    A model would write one list element, the letter of a choice, or a box in its own unit.
     """
     forms = [answer_forms(row, trial.processor) for row in trial.rows]
     of_forms = trial.of_forms(forms)
@@ -265,12 +265,12 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
+    """Check for labels with two spellings, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
 
-    Labels with digits are left out, because 1-5 and 15 are different labels.
+    Labels with digits are skipped, because 1-5 and 15 are different labels.
     """
     solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # letters -> solutions, most frequent first
+    names = defaultdict(list)  # {letters: solutions, most frequent first}
     for solution, _ in solution_counts.most_common():
         letters = re.sub(r"[\W_]", "", normalize(solution))
         if letters.isalpha():
@@ -298,7 +298,7 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether always answering the most frequent solution scores as high as correct answers.
 
-    Example: with 70 % "no", it scores 0.7, and correct answers score 1.
+    Example: if 70 % of the solutions are "no", always answering "no" scores 0.7.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -312,7 +312,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # if far higher, correct answers cannot be read: reported elsewhere
+    # a far higher score means unreadable correct answers, reported elsewhere
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -322,7 +322,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward ignores the text."""
+    """Check whether a reward ignores the completion."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -341,7 +341,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a list of all solutions scores high, such as "cat, dog, horse"."""
+    """Check whether listing all solutions, as in "cat, dog, horse", scores high."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -355,9 +355,9 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward caches values by text, and so ignores the solution."""
+    """Check whether a reward caches values by completion text and ignores the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # whole: two different texts cannot contain the same answer
+    # "whole": two different texts cannot have the same answer
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]
@@ -379,7 +379,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Write an answer as data.answer_format says."""
+    """Format an answer according to data.answer_format."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)
@@ -387,15 +387,16 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count rows per correct answer."""
+    """Count the rows for each correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return forms of a row's correct answer, last `str(solution)`.
+    """Return different ways to write a row's correct answer; `str(solution)` is last.
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
-    "B. horse", "horse" gives `B` and `horse`, the index "1" gives `B` and `1`. Boxes are in the model's unit.
+        "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. Boxes are converted to the
+        model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -413,13 +414,13 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
-        if not forms and number.isdecimal() and int(number) < len(choices):  # index from 0, as in AI2D
+        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
             forms = [choices[int(number)][0]]
     return [*forms, str(solution)]
 
 
 def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
-    """Write true boxes, in pixels of the file, in the unit of answers."""
+    """Convert ground-truth boxes from image pixels to the unit that the model uses."""
     size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
     if size is None or extent is None or size == extent:
         return []

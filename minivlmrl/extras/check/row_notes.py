@@ -1,4 +1,4 @@
-"""Describe the rows of a run: numbers, lengths, unread columns, boxes."""
+"""Describe the dataset rows: counts, lengths, unread columns and boxes."""
 
 import math
 from collections import Counter
@@ -14,12 +14,12 @@ from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 from minivlmrl.run.setup import answers_of
 from minivlmrl.trainers.base import Trainer
 
-MAX_NAMES = 10  # columns in a note
-NUM_MEASURED = 16  # rows measured for the summary
+MAX_NAMES = 10  # maximum columns named in a note
+NUM_MEASURED = 16  # rows whose length is measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Yield a summary of the rows per stage, and notes about unread columns and control tokens in texts."""
+    """Yield a summary for each dataset, and notes about unread columns and control tokens in the text."""
     for name, rows in datasets.items():
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
@@ -52,8 +52,8 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 
 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
-    """Choose rows to measure: unreadable ones, and 16 from the shortest to the longest; no videos, which are slow."""
-    if not isinstance(rows, FileDataset):  # data.task: similar rows
+    """Choose all unreadable rows and 16 from shortest to longest; rows with videos are skipped as slow."""
+    if not isinstance(rows, FileDataset):  # data.task generates similar rows
         return list(range(min(len(rows), NUM_MEASURED)))
     counter = patch_counter(processor)
     readable = []  # (estimated prompt tokens, row index)
@@ -71,13 +71,13 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
 
 
 def count_media(rows: Dataset) -> str:
-    """Describe rows, images and videos: "1204 (1200 with 1 image, 4 with no image)"."""
+    """Count rows by their images and videos: "1204 (1200 with 1 image, 4 with no image)"."""
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
             return f"{len(rows)} selected out of {num_rows} in {pluralize(len(rows.files), 'file')}"
         counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
-    else:  # data.task: similar rows
+    else:  # data.task generates similar rows
         counts = Counter({(len(rows[0].images), 0): len(rows)})
     listed = []
     for (num_images, num_videos), number in counts.items():
@@ -88,7 +88,7 @@ def count_media(rows: Dataset) -> str:
 
 
 def describe_unread(rows: FileDataset) -> Iterator[str]:
-    """Yield a note about columns that nothing reads."""
+    """Yield a note about columns that no stage and no reward reads."""
     given = set().union(*(file.given for file in rows.files))
     replaced = given & (REWARD_ARGUMENTS - {"images"})
     names = sorted({*rows.unread} | replaced)
@@ -105,10 +105,10 @@ def describe_unread(rows: FileDataset) -> Iterator[str]:
 
 
 def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> Iterator[str]:
-    """Yield a note about rows whose texts spell a special token.
+    """Yield a note about rows whose text contains the name of a special token.
 
     Args:
-        structure: tokens that only a chat template may write.
+        structure: tokens that only a chat template may produce.
     """
     literal_tokens = [names for facts in rows.facts if (names := {*structure}.intersection(facts.literal_tokens))]
     if literal_tokens:
@@ -122,7 +122,7 @@ def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> It
 def describe_boxes(
     trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset], processor: Processor
 ) -> Iterator[str]:
-    """Yield a note about the unit of boxes, per stage with boxes in answers."""
+    """Yield a note about the box unit for every stage whose answers contain boxes."""
     for stage, trainer in trainers.items():
         rows = datasets[stage]
         if not isinstance(rows, FileDataset):

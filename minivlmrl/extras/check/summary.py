@@ -1,4 +1,4 @@
-"""Describe the device and trained parameters."""
+"""Describe the device and the trained parameters."""
 
 import re
 import shutil
@@ -14,15 +14,15 @@ from minivlmrl.model.plain_weights import base_weights, is_adapter, part_of
 def describe_device(device: torch.device) -> str:
     """Describe the device: CPU threads, or GPU name, compute capability, driver and free memory."""
     if device.type != "cuda":
-        # nvidia-smi comes with the driver, also on Windows and in WSL
+        # nvidia-smi comes with the driver, even on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/memory.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
-    from minivlmrl.kernels.verdicts import driver_version  # only a GPU has a driver
+    from minivlmrl.kernels.verdicts import driver_version
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
+    # driver_version() returns, for example, "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (
@@ -32,8 +32,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Return a table of trained parameters, one line per model part or kind of adapted layer."""
-    kinds = defaultdict(Counter)  # (name, rank) -> trained parameters per layer
+    """Return a table of trained parameters, with a line per model part or type of adapted layer."""
+    kinds = defaultdict(Counter)  # {(name, LoRA rank): trained parameters per layer}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -41,7 +41,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # blocks.0.mlp, blocks.1.mlp, ... are one kind: blocks.*.mlp
+            # group blocks.0.mlp, blocks.1.mlp, ... as blocks.*.mlp
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"

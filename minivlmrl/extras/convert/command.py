@@ -3,9 +3,9 @@
     minivlmrl convert rows.json
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-Column names tell the layout; if two fit, choose one with --layout. The new file is written beside the original, with
-the same images; lost columns and keys are listed. For a YAML list of datasets from VLM-R1, the option data.train for
-the recipe is printed.
+The layout is recognized by its column names; if two layouts match, choose one with --layout. The new file is written
+beside the original and refers to the same images. Dropped columns and keys are listed. For VLM-R1's YAML list of
+datasets, the recipe option data.train is printed.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
 
-SAMPLE = 100  # rows to recognize the layout by
+SAMPLE = 100  # number of rows used to recognize the layout
 BATCH = 100  # rows per parquet write
 NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run refuses them"
 
 
 @dataclass
 class ListedFile:
-    """Dataset in a YAML list of VLM-R1."""
+    """One dataset in VLM-R1's YAML list."""
 
     json_path: str
     sampling_strategy: str = "all"
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
-    """Convert a file; return the new file, or the original if no row changes."""
+    """Convert a file; return the new path, or the original path if no row changes."""
     sample = list(islice(source_rows(path, options), SAMPLE))
     if not sample:
         raise UserError(f"{path} has no rows")
@@ -87,10 +87,10 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed = Counter(), Counter()
     names: set[str] = set()
-    noted: dict[str, list[str]] = defaultdict(list)  # {note: rows}
+    noted: dict[str, list[str]] = defaultdict(list)  # {note: locations of rows}
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, noted):  # parquet: second pass
+        for found in (dropped, changed, noted):  # reset counts: parquet makes two passes
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
@@ -121,7 +121,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
 
 
 def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, int]:
-    """Convert and check a row, and count its images; losses are counted in `dropped`."""
+    """Convert and check a row; return it with its number of images. Lost keys are counted in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
@@ -130,7 +130,7 @@ def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple
 
 
 def report_dropped(dropped: Counter, out: Path):
-    """Print what was dropped, and the unit of boxes written into texts."""
+    """Print what was dropped, and the unit of boxes if they were written into the text."""
     if dropped.pop(BOX_UNIT, 0):
         print(
             "the boxes of `objects` stay in pixels of the image file. If your model uses a different unit, such as "
@@ -143,7 +143,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 
 def notes_of(row: dict, num_images: int) -> Iterator[str]:
-    """Yield what a run may refuse in a row; {} stands for file and line."""
+    """Yield problems for which a run may reject a row; {} stands for file and line."""
     answers = [row.get(name) for name in ("solution", "completion", "chosen", "rejected")]
     [*_, last] = row.get("messages") or [{}]
     if not has_prompt(row):
@@ -158,7 +158,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print the notes, but not about questions if no row has one: data.prompt_template then has it."""
+    """Print notes; if no row has a question, expect it in data.prompt_template and print no note about it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -166,7 +166,7 @@ def report_rows(noted: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Name the row in errors, even for unexpected values such as a number instead of a list."""
+    """Context manager that adds the row to error messages, even for unexpected types."""
     with error_context(where):
         try:
             yield
@@ -178,9 +178,9 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> int:
-    """Count the images of a converted row; raise UserError if a run would refuse it."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # no half of a surrogate pair
-    # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
+    """Count the images in a converted row; raise UserError if a run would reject the row."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # fails for lone surrogates
+    # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     _, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
     return sum(item.kind == "image" for item in media)
@@ -193,7 +193,7 @@ def check_renamed(renamed: dict[str, str], names: set[str]):
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
-    """Yield rows with renamed columns; add old names to `names`."""
+    """Yield rows with renamed columns, and add the old names to `names`."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
@@ -220,13 +220,13 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder to which image paths are relative."""
+    """Return the folder that image paths are relative to."""
     folder, _ = split_of(path)
     return folder if folder.is_dir() else folder.parent
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Name the new file: parquet for image bytes."""
+    """Choose the new file name: parquet if rows contain image bytes."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
@@ -246,11 +246,11 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write a JSON Lines or parquet file; parquet takes two passes, the first for column types."""
+    """Write a JSON Lines or parquet file; parquet needs a first pass over the rows to find column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
-                row = map_nested(row, lambda content: b64encode(content).decode(), bytes)  # JSON has no bytes
+                row = map_nested(row, lambda content: b64encode(content).decode(), bytes)  # JSON cannot store bytes
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return
     with optional_dependency("parquet", f"{out}: writing parquet files requires pyarrow"):
@@ -268,14 +268,14 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches with equal columns: pyarrow ignores those missing in the first row."""
+    """Yield batches whose rows all have the same columns: pyarrow ignores columns missing in the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert the files of a YAML list, and yield entries for data.train."""
+    """Convert the files in a YAML list, and yield entries for data.train."""
     with error_context(path):
         content = parse_yaml(path.read_text(encoding="utf-8"))
     for listed in build(FileList, content, str(path)).datasets:

@@ -1,4 +1,4 @@
-"""Convert columns from other projects' layouts to the layout in docs/data.md; unknown columns stay."""
+"""Convert rows from other projects' layouts to the layout in docs/data.md, keeping unknown columns."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]  # None if the row has a different layout
+Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has a different layout
 ANSWERS = ("response", "output", "suffix", "answer")
-# dropped if another column has the same content
+# columns to drop once their content is in other columns
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -27,26 +27,26 @@ SPEAKERS = {  # {speaker: role}
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
 }
-KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # of a turn
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys to keep in a turn
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
-# columns that may hold a list as text
+# answer columns that may hold a list as a string
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# printed by `convert` once boxes of `objects` are in the texts
+# key in `dropped` if boxes from `objects` were written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
-TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: list in `objects`}
+TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
 VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_end\|>")
 
 
 class Columns(dict):
-    """Columns of a row without missing values; `dropped` counts losses."""
+    """Columns of one row without missing values; `dropped` counts what is lost in conversion."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # NaN, pandas' missing value, differs from itself
+        # value == value is False for NaN, which pandas uses for missing values
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -55,14 +55,14 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove a column, return its value, and count it in `dropped` unless empty."""
+        """Remove a column and return its value; count it in `dropped` unless it is empty."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Parse lists in text form; put boxes, image tags and choices into the texts."""
+    """Parse lists stored as strings, and write boxes, image tags and choices into the text."""
     columns = Columns(row, dropped)
     read_lists(columns)
     fill_objects(columns)
@@ -75,7 +75,7 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 
 
 def finish(row: Columns) -> dict:
-    """Rename answer, solution and image columns as in docs/data.md."""
+    """Rename answer, solution and image columns to the names in docs/data.md."""
     name = next((name for name in ANSWERS[:2] if name in row), None)
     if name and not row.keys() & {"messages", "completion", "chosen"}:
         row["completion"] = row.pop(name)
@@ -96,23 +96,23 @@ def finish(row: Columns) -> dict:
 
 
 def read_lists(row: Columns):
-    """Parse lists in JSON or Python text, as from CSV files and pandas."""
+    """Parse lists stored as JSON or Python strings, as in CSV files and pandas exports."""
     for name in LISTS:
         value = row.get(name)
         if not isinstance(value, str):
             continue
         items = literal_list(value)
         if items is None or (name in ANSWER_TEXTS and not is_list_text(value, name)):
-            continue  # an answer may be the text of another list
+            continue  # the answer itself may look like a list
         is_question = name in QUESTIONS and all(isinstance(item, str) for item in items)
         row[name] = items[0] if is_question and len(items) == 1 else items
     for name in ("image", "images"):
-        if isinstance(value := row.get(name), list):  # one list of images per turn
+        if isinstance(value := row.get(name), list):  # flatten if every turn has its own list
             row[name] = [item for items in value for item in (items if isinstance(items, list) else [items])]
 
 
 def read_conversations(row: Columns) -> Columns | None:
-    """Read turns {from, value}: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
+    """Read {from, value} turns from LLaVA, VLM-R1, ShareGPT or LLaMA-Factory."""
     name = next((name for name in ("conversations", "conversation") if name in row), None)
     if name is None or is_pairs(row[name], "human"):
         return None
@@ -121,30 +121,30 @@ def read_conversations(row: Columns) -> Columns | None:
         rejected = read_turns(row.pop("rejected_conversations"), "rejected_conversations", row.dropped)
         return row.put(chosen=turns, rejected=rejected)
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not answers or turns[-1]["role"] != "assistant":  # all turns belong to the prompt
+    if not answers or turns[-1]["role"] != "assistant":  # no final answer: all turns are the prompt
         return row.put(prompt=turns, **read_pair(row))
     row.setdefault("solution", answers[0])
-    if len(answers) == 1 and not str(answers[0]).strip():  # the image does not show the object
+    if len(answers) == 1 and not str(answers[0]).strip():  # empty answer: the image does not show the object
         return row.put(prompt=turns[:-1], solution=row["solution"] or "")
     return split_pair(row, turns)
 
 
 def read_messages(row: Columns) -> Columns | None:
-    """Read `messages` of ms-swift, with a rejected answer or a label."""
+    """Read `messages` from ms-swift, possibly with a rejected answer or a label."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
         return None
     turns = read_turns(row.pop("messages"), "messages", row.dropped)
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
-    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # label: KTO answer, may be wrong
+    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # with a KTO label, the answer may be wrong
     if isinstance(answer, str) and is_right:
         row.setdefault("solution", answer)
     return split_pair(row, turns)
 
 
 def read_pairs(row: Columns) -> Columns | None:
-    """Read turns in pairs: `conversation` in ms-swift (human, assistant), `texts` in the_cauldron."""
+    """Read question-answer pairs: `conversation` from ms-swift or `texts` from the_cauldron."""
     for name, question, answer in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
         if is_pairs(row.get(name), question):
             turns = []
@@ -158,18 +158,18 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def is_pairs(value: Plain, asked: str) -> bool:
-    """Return True for a list of objects with the `asked` key."""
+    """Return True for a non-empty list of dicts that have the key `asked`."""
     return isinstance(value, list) and bool(value) and all(isinstance(pair, dict) and asked in pair for pair in value)
 
 
 def read_question(asked: str) -> Reader:
-    """Make a reader for a question column such as "query", and an answer column."""
+    """Create a reader for rows with a question column, such as "query", and an answer column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
             return None
         question = row.pop(asked)
-        if extra := row.pop("input", None):  # Alpaca: more text of the question
+        if extra := row.pop("input", None):  # Alpaca: second part of the question
             question = f"{question}\n{extra}"
         turns = []
         history = row.pop("history", None) or []
@@ -191,7 +191,7 @@ def read_question(asked: str) -> Reader:
 
 
 def read_rendered(row: Columns) -> Columns | None:
-    """Read a conversation rendered by Qwen's chat template."""
+    """Read a conversation that was rendered with Qwen's chat template."""
     names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
     if not names:
         return None
@@ -209,7 +209,7 @@ def read_rendered(row: Columns) -> Columns | None:
 
 
 def read_ours(row: Columns) -> Columns | None:
-    """Read a row in our layout; role names may change."""
+    """Read a row in minivlmrl's layout, converting only its role names."""
     if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
@@ -220,7 +220,7 @@ def read_ours(row: Columns) -> Columns | None:
 
 
 def drop_repeated_prompt(row: Columns):
-    """Drop the prompt if `chosen` and `rejected` are whole conversations, as in UltraFeedback."""
+    """Drop the prompt if `chosen` and `rejected` already contain it, as in UltraFeedback."""
     talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
     if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         return
@@ -246,7 +246,7 @@ READERS: dict[str, Reader] = {
     "prefix": read_question("prefix"),
     "question": read_question("question"),
     "rendered": read_rendered,
-    "ours": read_ours,  # only if no other layout fits
+    "ours": read_ours,  # used only if no other layout matches
 }
 
 
@@ -274,7 +274,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
                 f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}; rename the "
                 "key of its text, or remove the row"
             )
-        if speaker in ("function_call", "tool_call"):  # tool call, in Qwen's format
+        if speaker in ("function_call", "tool_call"):  # write the tool call in Qwen's format
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
                 expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
@@ -289,13 +289,13 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def text_of_value(value: Plain) -> Plain:
-    """Convert a number, a box or an object to text, as in VLM-R1's answers."""
+    """Convert an answer that is a number, box or object to a JSON string, as for VLM-R1."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
     return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Add a conversation to a row, as a pair if there is a rejected answer."""
+    """Add a conversation to a row, as a chosen-rejected pair if there is a rejected answer."""
     if turns[-1]["role"] != "assistant":
         return row.put(prompt=turns, **read_pair(row))
     rejected = row.pop("rejected_messages", None) or row.pop("rejected_response", None)
@@ -310,13 +310,13 @@ def split_pair(row: Columns, turns: list[dict]) -> Columns:
 
 
 def read_pair(row: Columns) -> dict:
-    """Read LLaMA-Factory's `chosen` and `rejected`, single turns."""
+    """Read LLaMA-Factory's `chosen` and `rejected`, each a single turn."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: read_turns([row[name]], name, row.dropped) for name in names}
 
 
 def add_choices(row: Columns):
-    """Append choices from `options`, `choices` or A, B, C to a question without choices."""
+    """Append choices from the columns `options`, `choices` or A, B, C to the question if it lists none."""
     used = [name for name in ("options", "choices") if row.get(name)][:1]
     choices: Plain = row[used[0]] if used else []
     if not used and {"A", "B"} <= row.keys():
@@ -325,7 +325,7 @@ def add_choices(row: Columns):
     column = next((name for name in QUESTIONS if name in row), None)
     if not used or column is None:
         return
-    if isinstance(choices, str):  # a list of numbers as text
+    if isinstance(choices, str):  # a list of numbers stored as a string
         choices = parse_literal(choices)
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "the list of choices", row[used[0]], "a list of at most 26 texts")
@@ -334,12 +334,12 @@ def add_choices(row: Columns):
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = str(row.get("answer", row.get("solution"))).strip()
-    # an index, as in AI2D, may start at 0 or 1
+    # reject an index, as in AI2D, because it may start at 0 or 1
     is_choice = not answer.isdecimal() or answer in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
-        for name in used:  # choices already in the question
+        for name in used:  # the question already lists the choices
             row.drop(name)
         return
     lines = [row.pop("hint", ""), row[column]]
@@ -351,13 +351,13 @@ def add_choices(row: Columns):
 
 
 def fill_objects(row: Columns):
-    """Replace ms-swift's tags <ref-object> and <bbox> with names and boxes from `objects`."""
+    """Replace ms-swift's <ref-object> and <bbox> tags with names and boxes from `objects`."""
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
     if "objects" not in row or not any(tag in text for tag in TAGS):
         return
     objects = row.pop("objects")
     objects = parse_json(objects) if isinstance(objects, str) else objects
-    if isinstance(objects, list):  # older files: one object each
+    if isinstance(objects, list):  # older files have a list of objects
         objects = {
             "ref": [one["caption"] for one in objects],
             "bbox": [box for one in objects for box in one["bbox"]],
@@ -380,7 +380,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace Qwen-VL's <img>cat.jpg</img> with <image>, and list the files in `images`."""
+    """Replace Qwen-VL's <img>cat.jpg</img> with <image>, and add the files to `images`."""
     paths = []
     if any(name in row for name in MEDIA):
         return
@@ -395,7 +395,7 @@ def fill_images(row: Columns):
 
 
 def number_images(row: Columns):
-    """Replace <image 1>, <image 2> ... with <image>; raise UserError for another order."""
+    """Replace <image 1>, <image 2> ... with <image>; raise UserError if they are out of order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
     if "<image>" in texts or not any(name in row for name in MEDIA):
         return
@@ -418,5 +418,5 @@ def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
 def _fits(row: Columns, reader: Reader) -> bool:
     try:
         return reader(row) is not None
-    except ValueError:  # right layout, wrong row
+    except ValueError:  # the layout matches, but this row is invalid
         return True

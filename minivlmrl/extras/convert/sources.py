@@ -1,4 +1,4 @@
-"""Read rows from CSV, JSON, parquet or Arrow files, or from image folders."""
+"""Read rows from CSV, JSON, parquet and Arrow files, and from image folders."""
 
 import csv
 import json
@@ -26,13 +26,13 @@ IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-Rows = Iterator[tuple[str, dict]]  # (location, such as "rows.csv:3", columns)
+Rows = Iterator[tuple[str, dict]]  # pairs such as ("rows.csv:3", {column: value})
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield the rows of a file, a folder, or a split such as "folder@train"."""
+    """Yield the rows in a file, a folder, or a split such as "folder@train"."""
     folder, split = split_of(path)
-    if split and (folder / split / "state.json").is_file():  # a split of save_to_disk
+    if split and (folder / split / "state.json").is_file():  # split saved by save_to_disk
         path, split = folder / split, None
     if split is None and not path.exists():
         raise UserError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
@@ -52,7 +52,7 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder from save_to_disk, with row files, or with a subfolder of images per class."""
+    """Read a folder from save_to_disk, a folder with row files, or one with image subfolders per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         example = f", {folder}/{splits[0]}" if splits else ""
@@ -69,24 +69,24 @@ def _read_folder(folder: Path) -> Rows:
         yield from _read_cells(files[0])
         return
     if files or any(folder.glob("*/*.parquet")):
-        yield from _read_rows(folder)  # or its error: why the folder cannot be read
+        yield from _read_rows(folder)  # reads the rows, or says why this is not possible
         return
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
     if not images:
         raise UserError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
-    for path in images:  # train/cat/1.png: solution "cat"
+    for path in images:  # train/cat/1.png has the solution "cat"
         yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
 
 
 def _read_saved(folder: Path) -> Rows:
-    """Read Arrow files written by save_to_disk."""
+    """Read the Arrow files that save_to_disk wrote."""
     with optional_dependency("parquet", f"{folder}: reading a folder that save_to_disk wrote requires pyarrow"):
         import pyarrow as pa
     file = folder / "state.json"
     number = 0
     try:
         for listed in read_json(file)["_data_files"]:
-            file = folder / Path(listed["filename"]).name  # never a file of another folder
+            file = folder / Path(listed["filename"]).name  # never read from another folder
             with pa.memory_map(str(file)) as source:
                 for batch in pa.ipc.open_stream(source):
                     for row in batch.to_pylist():
@@ -97,7 +97,7 @@ def _read_saved(folder: Path) -> Rows:
 
 
 def _read_coco(path: Path, content: dict) -> Rows:
-    """Read COCO: a row per category and image, with boxes (left, top, right, bottom) in pixels, no crowd regions."""
+    """Read COCO annotations except crowd regions: one row per image and category, boxes as (x1, y1, x2, y2)."""
     boxes = defaultdict(list)
     for number, annotation in enumerate(content["annotations"]):
         with error_context(f"{path}: annotations[{number}]"):
@@ -117,16 +117,16 @@ def _read_coco(path: Path, content: dict) -> Rows:
 
 
 def _read_cells(path: Path) -> Rows:
-    """Read a CSV or TSV file with column names in the first line; empty cells are missing columns."""
+    """Read a CSV or TSV file with column names in the first line; empty cells become missing columns."""
     csv.field_size_limit(2**31 - 1)
-    # on csv.Error, `where` still names the previous row: no error_context
+    # on csv.Error, `where` still names the previous row, so do not use error_context
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)
         separator = max(",\t;|", key=first_line.count)  # Excel writes semicolons in many countries
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
-        start = 1  # first line of the row
+        start = 1  # line where the current row starts
         try:
             for cells in reader:
                 where, start = f"{path}:{start}", reader.line_num + 1
@@ -165,7 +165,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _list_of_cell(name: str, cell: str) -> Plain:
-    """Parse a list or object in JSON, or in Python syntax as from pandas."""
+    """Parse a list or object written in JSON, or in Python syntax as pandas does."""
     with error_context(f"column {name!r}"):
         try:
             return parse_json(cell, ROW_DECODER.decode)
@@ -177,7 +177,7 @@ def _list_of_cell(name: str, cell: str) -> Plain:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a missing quote seems to have joined CSV rows into one cell."""
+    """Return True if a missing quote seems to have merged several CSV rows into one cell."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

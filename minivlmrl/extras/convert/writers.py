@@ -1,4 +1,4 @@
-"""Write rows in other projects' layouts, with absolute paths: projects resolve relative ones differently."""
+"""Write rows in other projects' layouts. Paths are absolute, because projects resolve relative paths differently."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +16,15 @@ from minivlmrl.errors import UserError, truncate
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for TRL; `messages` for several answers, or TRL would train on the user turns between them."""
+    """Write a row for TRL.
+
+    Several answers are written as `messages`: TRL trains on a whole `completion`, including user turns between answers.
+    """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise UserError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, beside rows with images
+    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, as other rows may have images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
@@ -30,7 +33,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Remove image paths from a turn: TRL reads them from `images`."""
+    """Remove image paths from a turn, because TRL reads them from `images`."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -39,14 +42,14 @@ def plain(turn: dict) -> dict:
 
 
 def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
-    """Remove keys that exclude turns from the loss; `dropped` counts these answers."""
+    """Remove keys that exclude a turn from the loss, counting these turns in `dropped`."""
     untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
     dropped.update("the mark that excludes an answer from training" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]
 
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags."""
+    """Write a row for ms-swift or LLaMA-Factory, as messages with <image> tags."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
@@ -63,7 +66,7 @@ def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for verl: a prompt and its solution in `reward_model`, or messages for SFT."""
+    """Write a row for verl: for RL, a prompt with its solution in `reward_model`; for SFT, messages."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     solution = others.pop("solution", None)
@@ -94,14 +97,14 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as in training; return it with its media and all other columns."""
+    """Read a row as training would; return it with its media and all other columns."""
     row, media = checked_row(columns, ("problem",), columns, RowOptions(), folder)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the turns of prompt and answers; append images in answers to the media."""
+    """Return the prompt turns and the turns of each answer; append images in answers to `media`."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -111,12 +114,12 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
                 raise UserError("the chosen and the rejected answer must show the same images in other layouts")
-    untrained = {"loss": False} if answers else {}  # answer in the prompt
+    untrained = {"loss": False} if answers else {}  # exclude answers in the prompt from the loss
     return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
 
 
 def tagged(turn: dict) -> dict:
-    """Write a turn as text, with <image> and <video> tags for media."""
+    """Convert a turn to text with <image> and <video> tags."""
     texts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -129,7 +132,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return absolute paths of the media; `dropped` counts their options, such as max_pixels."""
+    """Return absolute media paths, and count dropped options such as max_pixels."""
     listed = []
     for item in media:
         if item.kind == kind:

@@ -1,7 +1,7 @@
-"""Mixtures of experts (MoE), the decoder MLPs of Qwen3-VL-MoE and Qwen3.5-MoE.
+"""Mixture-of-experts (MoE) layers for Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E small MLPs per token. An expert is a plain MLP, so LoRA, NF4 and FSDP need no special code.
-Weight files stack all experts of a layer in two tensors: see `split_tensors` and `stack_tensors`.
+A router selects k out of E small MLPs per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special code.
+Weight files stack a layer's experts in two tensors; see `split_tensors` and `stack_tensors`.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -30,12 +30,12 @@ NumExperts = Annotated[int, "[1, 1e6]"]
 
 @dataclass
 class ExpertsConfig(ModelConfig):
-    """Decoder config with experts; families override the defaults."""
+    """Decoder config for MoE models; subclasses override the defaults."""
 
     num_experts: NumExperts = 1  # E
     num_experts_per_tok: NumExperts = 1  # k
     moe_intermediate_size: NumExperts = 1
-    # of the expert for all tokens, None = no such expert
+    # size of the shared expert, None = no shared expert
     shared_expert_intermediate_size: ClassVar[int | None] = None
 
     def __post_init__(self):
@@ -49,7 +49,7 @@ class ExpertsConfig(ModelConfig):
 
 
 class Experts(nn.Module):
-    """MoE layer: k routed experts per token, in Qwen3.5 also a gated shared expert."""
+    """MoE layer with k routed experts per token and, in Qwen3.5, a gated shared expert."""
 
     def __init__(self, model_config: ExpertsConfig, index: int):
         super().__init__()
@@ -66,10 +66,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute outputs (N, D) of x (N, D), without index_add: not deterministic on GPUs.
+        """Map x (N, D) to outputs (N, D) without index_add, which is not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: sums token counts over ranks, for sharded weights (distributed/fsdp.py).
+            sum_over_ranks: with sharded weights, sums token counts over ranks (distributed/fsdp.py).
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
@@ -81,22 +81,22 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP sums gradients over ranks, so an expert must run on all of them or on none
+            # FSDP reduces gradients over ranks: an expert must run on all ranks or on none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
-            if uses:  # no tokens, no gradient
+            if uses:  # unused experts get no gradient
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # in the order of probability
+        for rank in range(1, self.top_k):  # most probable experts first
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # in a memory estimate, the first expert gets all tokens
+        if ids.is_meta:  # memory estimates assign all tokens to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
@@ -112,20 +112,20 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Replace the MLP of a decoder layer with experts, if config.json says so."""
+    """Replace a decoder layer's MLP with experts if the config has experts at this index."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 
 
-# stacked tensors in weight files: their parts
+# {stacked tensor in weight files: weights it contains}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 @dataclass
 class StackedExperts:
-    """Weights of all experts of a layer, one tensor in weight files."""
+    """Expert weights in a layer, stored as one tensor in weight files."""
 
-    experts: list[list[Weight]]  # per expert, weights in FUSED
+    experts: list[list[Weight]]  # weights listed in FUSED, per expert
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
@@ -135,20 +135,20 @@ class StackedExperts:
 
 
 class ExpertsFamily(Family):
-    """Base class of families with experts."""
+    """Base class for MoE families."""
 
-    transposed: ClassVar[bool]  # files may have transposed stacks, as of Qwen3-VL-MoE
+    transposed: ClassVar[bool]  # whether files may store transposed weights, as for Qwen3-VL-MoE
 
-    # adapter.target=experts: experts and routers
+    # adapter.target=experts selects experts and routers
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # routers
-    in_cuda_graphs = False  # token counts of experts vary
+    in_cuda_graphs = False  # token counts per expert vary
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:
-        """Accept num_local_experts, transformers 5's name of num_experts."""
+        """Accept num_local_experts, the name for num_experts in transformers 5."""
         text = dict(text)
         count = text.pop("num_local_experts", None)
         if text.get("num_experts") is None:
@@ -158,7 +158,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight file, experts split."""
+        """Yield the tensors in a weight file, splitting stacked experts."""
         for name, tensor in tensors:
             layer_name, _, kind = name.rpartition(".")
             if kind not in FUSED:
@@ -197,7 +197,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Let MoE layers of a sharded model sum token counts over ranks."""
+        """Make MoE layers in a sharded model sum token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

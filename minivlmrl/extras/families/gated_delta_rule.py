@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head has a state, a matrix S (K, V). A token multiplies it by the decay a, corrects the value that it predicts for
-the key, and reads it with the query:
+Each head keeps a state matrix S (K, V). A token decays S by a, corrects the value that S predicts for its key, and
+reads S with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -9,15 +9,15 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-Inserting S_(i-1) in u_i gives a triangular system, because u_i depends only on earlier tokens:
+Substituting S_(i-1) in u_i gives a triangular system, because u_i depends only on earlier tokens:
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-S occurs only on the right, so the systems of all chunks are solved at once, before S is known:
+S occurs only on the right, so the systems for all chunks are solved at once, before S is known:
 
     X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
 
-Only these products are computed chunk after chunk:
+Only these products are computed chunk by chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
@@ -27,7 +27,7 @@ Example: two tokens, keys and queries 1, values 8 and 6, beta = 1/2, a = 1/2:
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
     as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2
 
-Dimensions: b rows, T tokens per row, H heads, K elements of a key, V elements of a value, C tokens per chunk.
+Dimensions: b rows, T tokens per row, H heads, K key size, V value size, C tokens per chunk.
 Source: Gated Delta Networks (arXiv 2412.06464); chunked form: DeltaNet (arXiv 2406.06484).
 """
 
@@ -36,7 +36,7 @@ import math
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens in a chunk
+CHUNK = 64  # tokens per chunk
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,11 +55,11 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     """Compute gated linear attention: each token updates the state, then reads it.
 
     Args:
-        q, k: (b, T, H, K), queries and keys. All tensors are float32, or all are float64.
+        q, k: (b, T, H, K), queries and keys. All tensors must be float32, or all float64.
         v: (b, T, H, V), values.
-        beta: (b, T, H), share of the prediction error to correct.
-        g: (b, T, H), logarithm of the decay.
-        state: (b, H, K, V), before the first token.
+        beta: (b, T, H), fraction of the prediction error to correct.
+        g: (b, T, H), log decay.
+        state: (b, H, K, V), state before the first token.
     Returns:
         outputs (b, T, H, V), and the state after the last token
     """
@@ -70,7 +70,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # (b, H, chunks, C, C): what remains of an earlier token at a later token of the chunk
+    # (b, H, chunks, C, C): decay from an earlier to a later token in the chunk
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay until the chunk end
@@ -89,9 +89,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Divide tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
+    """Split tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
     (b, T) = x.shape[:2]
-    # zeros at the end: k = 0 and g = 0 (decay 1) keep the state
+    # pad with zeros: k = 0 and g = 0 (decay 1) leave the state unchanged
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
 

@@ -1,9 +1,9 @@
-"""Qwen3.5: three of four decoder layers are recurrent and need no KV cache.
+"""Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-A recurrent layer runs over a prompt once; completions start with a copy of its state: recurrent matrices and last
+Recurrent layers run over a prompt once. Completions start with a copy of their state: recurrent matrices and last
 convolution inputs. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
 
-Dimension letters: b rows of T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
+Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
 Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
 """
@@ -29,23 +29,23 @@ from minivlmrl.model.rope import apply_rotary
 
 @dataclass
 class Qwen3_5Config(Qwen3VLConfig):
-    """Decoder config of Qwen3.5, with transformers' defaults."""
+    """Qwen3.5 decoder config, with the defaults in transformers."""
 
     rope_theta: Annotated[float, "(0, inf)"] = 1e4
     mrope_section: tuple[TokenId, TokenId, TokenId] = (11, 11, 10)
     head_dim: Size = 256
-    # rotated share of head_dim
+    # fraction of head_dim to rotate
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
-    # every n-th layer has attention
+    # every n-th layer has full attention
     full_attention_interval: Size = 4
-    # layer types, () = from full_attention_interval
+    # layer types, or () to use full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    # sizes of the recurrent layers
+    # recurrent layer sizes
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Annotated[int, ">= 2"] = 4  # in tokens
+    linear_conv_kernel_dim: Annotated[int, ">= 2"] = 4  # convolution length in tokens
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     image_token_id: TokenId = 248056
@@ -88,16 +88,16 @@ class CenteredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """Decoder layer with GatedAttention or GatedDeltaNet, by config.layer_types."""
+    """Decoder layer with GatedAttention or GatedDeltaNet, depending on config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    attention_type = None  # see __init__
+    attention_type = None  # built in __init__
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # only attention has a KV cache
+        else:  # KV cache index: only attention layers count
             key_index = model_config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(model_config, key_index)
 
@@ -108,7 +108,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention with an output gate, and rotary embeddings on part of a head."""
+    """Attention with an output gate and partial rotary embeddings."""
 
     def __init__(self, model_config: ModelConfig, index: int):
         super().__init__(model_config, index)
@@ -128,13 +128,13 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of x (N, H, D), as many as in cos and sin."""
+    """Apply rotary embeddings to the first cos.shape[-1] features of x (N, H, D)."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet: a causal convolution gives q, k and v; the state is a (K, V) matrix per head."""
+    """Gated DeltaNet: linear attention after a causal convolution, with a (K, V) state matrix per head."""
 
     resets_itself = True  # build.initialize calls reset_parameters
 
@@ -145,7 +145,7 @@ class GatedDeltaNet(nn.Module):
         self.k_dim, self.v_dim = model_config.linear_key_head_dim, model_config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # of q, k, v
+        self.sizes = [key_width, key_width, value_width]  # widths of q, k and v
         width = sum(self.sizes)  # W
         hidden_size = model_config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -161,7 +161,7 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialize the decay, with half-lives from 0.4 to 700 tokens."""
+        """Initialize the decay to half-lives from 0.4 to 700 tokens."""
         self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())  # softplus(dt_bias) is 1e-3 to 0.1
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
@@ -173,7 +173,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return zeros: last convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V) in float32 or wider."""
+        """Return zeros: convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V) in float32 or wider."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
         last_inputs = rows.new_zeros(len(rows), taps - 1, sum(self.sizes))
@@ -181,11 +181,11 @@ class GatedDeltaNet(nn.Module):
         return [last_inputs, states]
 
     def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
-        """Compute convolution and recurrence for T tokens of b rows.
+        """Run the convolution and the recurrence over (b, T) tokens.
 
         Args:
             inputs: in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
-            layer_state: before the tokens, None = initial_state.
+            layer_state: state before the tokens, None = initial_state.
         Returns:
             results (b, T, H, V), and the state after the tokens
         """
@@ -201,7 +201,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) share of the error to correct
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the error to correct
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -213,11 +213,11 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step: results (N, ...).
+    """Run a recurrent layer over a packed sequence, or over a decode step's new tokens; return (N, ...).
 
     Args:
-        index: of the layer, in attention.layer_states.
-        inputs: (N, ...), inputs of `scan`.
+        index: layer index in attention.layer_states.
+        inputs: (N, ...), inputs to `scan`.
         scan: (inputs (b, T, ...), state) -> results (b, T, ...), state after the tokens.
     """
     if isinstance(attention, DecodeAttention):
@@ -225,7 +225,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) by length
+    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) grouped by length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # each (b, T, ...)
         completions = [completion_block[:, 0] for _, completion_block in pairs]
@@ -235,7 +235,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
         if slots is not None:
             out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
-    if attention.keep_keys:  # for decoding, in prompt order
+    if attention.keep_keys:  # store states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.layer_states[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
     return Reorder.apply(torch.cat(results), layout.inverse)
@@ -263,12 +263,12 @@ class Qwen3_5(Qwen3VL):
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    # mtp.: multi-token prediction, not used
+    # multi-token prediction is not used
     unused_prefixes = ("mtp.",)
     in_vllm = False
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the hub's nested config.json."""
+        """Convert a flat config to the nested config.json used on the Hub."""
         config = super().write_config(config)
         text = config["text_config"]
         text["layer_types"] = list(text["layer_types"])

@@ -13,13 +13,13 @@ from minivlmrl.model.decoder import DecoderLayer
 
 @dataclass
 class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
-    """Decoder config of Qwen3-VL-MoE, with transformers' defaults."""
+    """Qwen3-VL-MoE decoder config, with the defaults in transformers."""
 
     head_dim: Size = 0  # 0 = hidden_size / num_attention_heads
     num_experts: NumExperts = 60
     num_experts_per_tok: NumExperts = 4
     moe_intermediate_size: NumExperts = 1408
-    # layers with a dense MLP
+    # indices of layers with a dense MLP
     mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
     decoder_sparse_step: NumExperts = 1  # every n-th layer has experts
 
@@ -42,9 +42,9 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
 
 @dataclass
 class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
-    """Decoder config of Qwen3.5-MoE, with transformers' defaults."""
+    """Qwen3.5-MoE decoder config, with the defaults in transformers."""
 
-    intermediate_size: ClassVar[int] = 1  # of dense MLPs, which no layer has
+    intermediate_size: ClassVar[int] = 1  # unused: all layers have experts
     num_experts: NumExperts = 256
     num_experts_per_tok: NumExperts = 8
     moe_intermediate_size: NumExperts = 512

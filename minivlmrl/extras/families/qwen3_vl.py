@@ -1,10 +1,10 @@
 """Qwen3-VL: vision tower, video preprocessing and configuration files.
 
-The tower has learned position embeddings and 2-D rotary embeddings, no windows. DeepStack merges outputs of inner
-blocks, and adds them to the image tokens after the first decoder layers. The decoder (decoder.py) has norms on q and k,
-no biases, and interleaved M-RoPE.
+The vision tower has learned position embeddings and 2-D rotary embeddings, but no windowed attention. DeepStack merges
+outputs from intermediate blocks, and adds them to the image tokens after the first decoder layers. The decoder
+(decoder.py) has q and k norms, no biases, and interleaved M-RoPE.
 
-Dimension letters: P patches of all images, E hidden_size, M merged tokens (P / 4).
+Dimension letters: P patches in all images, E hidden_size, M merged tokens (P / 4).
 Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
 """
 
@@ -30,7 +30,7 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, vi
 
 @dataclass
 class Qwen3VLConfig(ModelConfig):
-    """Decoder config of Qwen3-VL, with transformers' defaults."""
+    """Qwen3-VL decoder config, with the defaults in transformers."""
 
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 5e5
@@ -44,13 +44,13 @@ class Qwen3VLConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Vision config of Qwen3-VL and Qwen3.5."""
+    """Vision config for Qwen3-VL and Qwen3.5."""
 
     depth: Depth = 27
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # square grid
+    # must form a square grid
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -61,7 +61,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Vision config of Qwen3-VL, with DeepStack."""
+    """Qwen3-VL vision config, with DeepStack."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -83,7 +83,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into a token; DeepStack normalizes them together."""
+    """Merge 2 x 2 patches into a token; norm_all_patches, for DeepStack, normalizes them jointly."""
 
     def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -98,7 +98,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """Vision tower of Qwen3-VL and Qwen3.5."""
+    """Vision tower for Qwen3-VL and Qwen3.5."""
 
     config: Qwen3VisionConfig
 
@@ -114,7 +114,7 @@ class Qwen3VisionTransformer(VisionTower):
         self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images; arguments: see VisionTransformer.forward.
+        """Encode all images; see VisionTransformer.forward for the arguments.
 
         Returns:
             (M, (1 + k) * out_hidden_size): tokens, then DeepStack embeddings for the first k decoder layers
@@ -133,10 +133,10 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate position embeddings bilinearly to h x w, corners aligned.
+        """Interpolate position embeddings bilinearly to h x w, with aligned corners.
 
         Returns:
-            (t * h * w, E), in the order of pixel_values, equal for all time steps
+            (t * h * w, E), in pixel_values order, repeated for all time steps
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -144,13 +144,13 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # the 2 x 2 patches of a token are contiguous
+        # make the 2 x 2 patches of a token contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute weights (count, side), float64, to interpolate `side` points linearly to `count`.
+    """Return float64 weights (count, side) that interpolate `side` points linearly to `count` points.
 
     Example: from 2 to 3 points, (1, 0), (.5, .5) and (0, 1).
     """
@@ -159,7 +159,7 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# top level of config.json, not in text_config
+# config.json keys at the top level, not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
@@ -168,15 +168,15 @@ TOP_LEVEL = (
 
 @dataclass
 class Videos:
-    """Video preprocessing as in Qwen3VLVideoProcessor of transformers 5.23: a pixel budget, and timestamps."""
+    """Video preprocessing with pixel budget and timestamps, as in Qwen3VLVideoProcessor (transformers 5.23)."""
 
-    # pixels of all frames together
+    # minimum and maximum pixels, summed over frames
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
-    sampling: dict = field(default_factory=dict)  # choice of frames, see VideoOptions
+    sampling: dict = field(default_factory=dict)  # frame sampling, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Compute (height, width) of frames; options: min_pixels and max_pixels per frame, total_pixels per video."""
+        """Return the frame size (height, width) for min_pixels and max_pixels per frame and total_pixels per video."""
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)
@@ -207,11 +207,11 @@ class Videos:
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
 
         Args:
-            pieces: texts, special tokens and placeholders of the prompt.
-            grids: patch grids (t, h, w) of images and videos.
+            pieces: text, special tokens and placeholders in the prompt.
+            grids: patch grids (t, h, w) for images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            pieces; grids, (1, h, w) per time step; seconds between time steps, 1.0, and 0.0 for an image
+            pieces; one grid (1, h, w) per time step; seconds per time step, 1.0 for videos and 0.0 for images
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -234,7 +234,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# in video_preprocessor_config.json: settings with one supported value
+# settings in video_preprocessor_config.json that support only one value
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
@@ -274,7 +274,7 @@ class Qwen3VL(Family):
         return {**top_level, "text_config": text, "vision_config": vision}
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
-        """Parse video_preprocessor_config.json; patches must be those of images."""
+        """Parse video_preprocessor_config.json; its patch settings must match those for images."""
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
             same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
@@ -284,7 +284,7 @@ class Qwen3VL(Family):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json for data.video; a recipe limits a frame, the file a whole video."""
+        """Return video_preprocessor_config.json for data.video, converting per-frame limits to limits per video."""
         videos = images.videos
         if not isinstance(videos, Videos):
             return {}

@@ -1,11 +1,11 @@
-"""Estimate the GPU memory for a run, per GPU and phase.
+"""Estimate a run's GPU memory, per GPU and phase.
 
 minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-Reads no weights. Existing rows are measured; otherwise, or with --text_tokens or --image_tokens, all prompts have one
-assumed size. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto: free memory of this machine's GPU. For a
-known card, it also prints the minimum time per training step.
+No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, or with --text_tokens or
+--image_tokens, one length is assumed. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for the free
+memory on this machine's GPU. For known cards, the minimum time per training step is also printed.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def row_text(row: RowSize) -> str:
 
 
 def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return bytes of memory, and the data sheet of a known card."""
+    """Return memory in bytes, and the data sheet if the card is known."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
@@ -113,16 +113,16 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 2080 is a card, not in CARDS
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # at most 3 digits: 2080 is a card, though not in CARDS
         return float(text) * GB, None
     raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return minimum seconds per phase of a training step on one GPU, from its data sheet.
+    """Return the minimum seconds for the phases of a training step, from a GPU's data sheet.
 
-    All prompts count as the longest, matrix products run at peak rate, a decode step reads decoder weights and KV cache
-    once. Not counted: attention, activation functions, CPU.
+    All prompts are assumed to be as long as the longest, and matrix products to run at peak speed. A decode step reads
+    decoder weights and KV cache once. Attention, activation functions and CPU time are not counted.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -160,7 +160,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Count decoder-weight bytes that a decode step reads and writes."""
+    """Return the decoder-weight bytes that a decode step reads and writes."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
@@ -192,7 +192,7 @@ def assumed_row(options: argparse.Namespace) -> RowSize:
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
-    """Open a recipe's rows, and the processor that counts tokens; None if a file is missing."""
+    """Open the recipe's datasets and the processor; return None if a file is missing."""
     data = config.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
     has_rows = data.task is not None or any(files)
@@ -223,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return the folder with config.json; from the hub, download only config and tokenizer."""
+    """Return the folder with config.json, downloading only config and tokenizer from the Hub."""
     path = Path(name)
     return path.parent if path.is_file() else find_folder(path, SETTINGS)
 

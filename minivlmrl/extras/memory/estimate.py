@@ -1,7 +1,7 @@
-"""Estimate GPU memory per phase of training: sampling, scoring, forward and backward pass.
+"""Estimate GPU memory per training phase: sampling, scoring, forward and backward pass.
 
-Activations are counted in a forward and backward pass on the meta device, whose tensors have no values. Weights,
-gradients and optimizer state follow from parameter counts, dtypes and sharding.
+Activations are measured in a forward and backward pass on the meta device, where tensors have no data. Weights,
+gradients and optimizer state are computed from parameter counts, dtypes and sharding.
 """
 
 import copy
@@ -51,28 +51,28 @@ from minivlmrl.trainers.registry import find_trainer
 RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
 # bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # if the rows are unknown
+TYPICAL_ROWS = (RowSize(),)  # used if the rows are unknown
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Prompts, completions and tokens in a micro-batch or sampling batch."""
+    """Size of a micro-batch or sampling batch."""
 
     prompts: int
     num_generations: int  # completions per prompt
-    text_tokens: int  # per prompt
-    image_tokens: int  # per prompt, merged
-    completion_tokens: int  # per completion
-    frames: int = 1  # equally large images
+    text_tokens: int  # text tokens per prompt
+    image_tokens: int  # merged image tokens per prompt
+    completion_tokens: int  # tokens per completion
+    frames: int = 1  # images per prompt, all of the same size
     rows: Sequence[RowSize] = field(default=(), compare=False)
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count bytes of new tensors in a `with` block."""
+    """Track the bytes of tensors created in a `with` block."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages already counted, or not to count
+        # storages to skip: already counted, or in `uncounted`
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0  # bytes
         self.peak = 0  # bytes
@@ -99,7 +99,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch on the meta device; only ids and grids have values."""
+    """Build a micro-batch on the meta device; only ids and grids have data."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -119,13 +119,13 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
 
 @runtime_checkable
 class HasState(Protocol):
-    """Layer with a state, no keys and values."""
+    """Recurrent layer, which has a state instead of a KV cache."""
 
     def initial_state(self, rows: Tensor) -> list[Tensor]: ...
 
 
 class TrainedModels(nn.Module):
-    """Trained models: the policy, and PPO's critic if separate."""
+    """Models trained in a stage: the policy and, in PPO, the critic if it is separate."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -138,10 +138,10 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimate parameter and activation memory of a model.
+    """Estimate a model's parameter and activation memory.
 
     Args:
-        before_ampere: compute capability below 8.0: no attention kernels in bfloat16.
+        before_ampere: whether the GPU lacks bfloat16 attention kernels (compute capability below 8.0).
     """
 
     def __init__(self, model_config: ModelConfig, before_ampere: bool = False):
@@ -153,7 +153,7 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
-        """Read config.json in a model folder, no weights."""
+        """Create an estimator from config.json in a model folder."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
@@ -169,14 +169,14 @@ class MemoryEstimator:
             return TrainedModels(model)
         if section.critic_path is not None:
             backbone = MemoryEstimator.from_folder(section.critic_path).build(config)
-        elif config.uses_fsdp:  # FSDP copies the base below the adapters, too
+        elif config.uses_fsdp:  # FSDP also copies the base weights
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
         return TrainedModels(model, ValueModel(backbone, config.model.freeze))
 
     def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return peak activation bytes, forward and, if `train`, backward."""
+        """Return peak activation bytes in a forward pass and, if `train`, a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train) as (models, live):
             if train:
@@ -190,7 +190,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return peak bytes of a rollout's prompts, with the KV cache."""
+        """Return peak bytes while prefilling a rollout's prompts, including the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
@@ -201,7 +201,7 @@ class MemoryEstimator:
     def tracked(
         self, config: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models, and a tracker of their passes."""
+        """Yield copies of the models, and a tracker for their allocations."""
         models = copy.deepcopy(models)
         if config.model.compute_dtype:
             models.to(DTYPES[config.model.compute_dtype])
@@ -213,14 +213,14 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # tensors in the cache would not be counted as new
+        # cached tensors would not be counted
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return bytes of KV cache and recurrent states; completions share their prompt's keys."""
+        """Return bytes in KV cache and recurrent states; completions share their prompt's KV cache."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         modules = self.model.modules()
         layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
@@ -238,7 +238,7 @@ def drop_gradient(parameter: nn.Parameter):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # GPU kernels store no attention scores, but attention on the meta device would
+    # unlike GPU kernels, attention on the meta device would store attention scores
     mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit kernels need no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -250,15 +250,15 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Inputs of a memory estimate."""
+    """Inputs for a memory estimate."""
 
     config: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # largest training rows, descending
+    # largest training rows, in descending order
     rows: Sequence[RowSize] = TYPICAL_ROWS
-    # largest held-out rows, empty without evaluations
+    # largest evaluation rows, empty if there are no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
 
     @property
@@ -288,7 +288,7 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """Return one GPU's share of sharded tensors, such as 0.25."""
+        """Return the fraction of sharded tensors on one GPU, such as 0.25."""
         sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
@@ -331,7 +331,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch per GPU in a rollout."""
+    """Return the largest sampling batch on one GPU."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
@@ -340,7 +340,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch per GPU in an evaluation."""
+    """Return the largest evaluation batch on one GPU."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -348,11 +348,11 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the largest batch from rows with these sizes.
+    """Return the largest batch that can be formed from rows with these sizes.
 
     Args:
-        completions: lengths per prompt, in tokens.
-        whole: all completions for a prompt in one batch.
+        completions: lengths of a prompt's completions, in tokens.
+        whole: whether to keep a prompt's completions in one batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -377,7 +377,7 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return weight bytes in the compute dtype; NF4 stays in 4 bits."""
+    """Return weight bytes in the compute dtype; NF4 weights stay in 4 bits."""
     total = 0
     for parameter in module.parameters():
         used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -386,11 +386,11 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return peak bytes that FSDP gathers in a forward pass."""
+    """Return the peak weight bytes that FSDP gathers in a forward pass."""
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # two blocks: FSDP gathers the next block during the current one
+    # two blocks: FSDP prefetches the next one
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
@@ -405,7 +405,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # only the larger: activations of prompts are freed before the logits
+    # only the larger: prefill activations are freed before the logits are computed
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -417,7 +417,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    # vLLM sleeps during training
+    # only in this phase: vLLM sleeps during training
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
@@ -425,7 +425,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
-    # known answers are also scored
+    # evaluations also score known answers
     micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
     return max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
 
@@ -444,11 +444,11 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
-        gradients *= 2  # the ranks sum a copy
-    # 2: gathered weights and their gradients
+        gradients *= 2  # all-reduce copies them
+    # twice: gathered weights and their gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
-        # all weights and float32 gradients, and gradients of two blocks in the weight dtype
+        # all weights, all gradients in float32, and two blocks' gradients in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
@@ -461,13 +461,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return peak logit bytes while log-probabilities are computed."""
+    """Return peak logit bytes while computing log-probs."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return unsharded bytes of all phases, such as weights and optimizer state."""
+    """Return unsharded bytes that all phases need, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -480,7 +480,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # a second model, shared base
+    if not question.trainer.trains_policy:  # a second model that shares the base weights
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path
@@ -490,7 +490,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return reference-model bytes without shared weights."""
+    """Return the reference model's bytes, excluding weights shared with the policy."""
     config, policy = question.config, question.models.policy
     if config.reference.path is not None:
         return MemoryEstimator.from_folder(config.reference.path).parameters * question.dtype.itemsize
@@ -500,12 +500,12 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return bytes in the largest phase, with the reserve."""
+    """Return the total bytes for the largest phase, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return bytes of a training state on disk."""
+    """Return the size of a saved training state, in bytes."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

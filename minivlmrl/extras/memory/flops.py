@@ -1,7 +1,7 @@
-"""Count floating-point operations (FLOPs) of forward and backward passes.
+"""Count floating-point operations (FLOPs) in forward and backward passes.
 
-Per token and matrix value: 2 forward, 2 for input gradients, 2 for weight gradients. Not counted: attention,
-recurrence, norms, activation functions, recomputation.
+A matrix value costs 2 FLOPs per token in the forward pass, 2 for input gradients and 2 for weight gradients. Attention,
+recurrence, norms, activation functions and recomputation are not counted.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from minivlmrl.model.plain_weights import PackedLinear
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """Configs with experts."""
+    """MoE config."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -24,13 +24,13 @@ class HasExperts(Protocol):
 class Card(NamedTuple):
     """GPU data sheet."""
 
-    flops: float  # per second: dense bfloat16 products with float32 sums
-    bandwidth: float  # memory, bytes per second
-    memory: float  # bytes
+    flops: float  # per second, for dense bfloat16 matrix products
+    bandwidth: float  # memory bandwidth, in bytes per second
+    memory: float  # memory size, in bytes
     before_ampere: bool = False  # compute capability below 8.0
 
 
-# NVIDIA's data sheets; T4 and V100 lack bfloat16: float32 speed
+# from NVIDIA data sheets; float32 speed for T4 and V100, which lack bfloat16
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
@@ -77,11 +77,11 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # parts of other cards' names
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words that name a different card
 
 
 def find_card(name: str) -> Card | None:
-    """Return the data sheet of 4090 or NVIDIA GeForce RTX 4090, None if unknown."""
+    """Look up a card such as "4090" or "NVIDIA GeForce RTX 4090"; return None if unknown."""
     words = {*name.replace("-", " ").split()}
     for known, card in CARDS.items():
         own = {*known.split()}
@@ -92,7 +92,7 @@ def find_card(name: str) -> Card | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (name, values, is trained) for weight matrices, without embeddings."""
+    """Yield (module name, number of values, is trained) for weight matrices except embeddings."""
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield name, module.shape.numel(), False
@@ -103,17 +103,17 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def active_share(model_config: ModelConfig) -> float:
-    """Return the share of experts per token."""
+    """Return the fraction of experts that a token uses."""
     assert isinstance(model_config, HasExperts)
     return model_config.num_experts_per_tok / model_config.num_experts
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return FLOPs per image patch, merged patch and token, and more per token with logits."""
+    """Return FLOPs per image patch, merged patch and token, and extra FLOPs per token with logits."""
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # only behind a trained layer
+    # input gradients are needed only after a trained layer
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:
@@ -121,9 +121,9 @@ def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool =
         if "visual." in name:
             kind = "merged" if "merger" in name else "patches"
         elif "lm_head" in name or f"layers.{model_config.num_hidden_layers - 1}.mlp" in name:
-            kind = "scored"  # the last MLP sees only tokens that need logits
+            kind = "scored"  # the last MLP runs only on tokens that need logits
         if ".experts." in name:
             size *= active_share(model_config)
-        passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
+        passes_back = has_input_gradient[kind] and "patch_embed" not in name  # pixels need no gradient
         flops[kind] += 2 * size * (1 + backward * (passes_back + trained))
     return flops

@@ -1,4 +1,4 @@
-"""Try the largest batches of a stage before its first step, to detect a lack of memory early."""
+"""Run a stage's largest batches before its first step, to detect out-of-memory errors early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the n largest readable rows, repeated if there are fewer."""
+    """Return the `count` largest readable rows, repeated if there are fewer."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -39,10 +39,10 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample and train on the largest batches once; weights, optimizer state and random generators stay.
+    """Sample and train on the largest batches once, without changing weights, optimizer or random state.
 
     Args:
-        optimizer_bytes: on this GPU, reserved for the state of the first step.
+        optimizer_bytes: bytes to reserve on this GPU for optimizer state that does not exist yet.
     """
     config, world = trainer.config, trainer.world
     rows = datasets[trainer.stage]
@@ -73,7 +73,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample one token per completion, with a KV cache for max_new_tokens."""
+    """Sample one token per completion, with a KV cache that fits max_new_tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

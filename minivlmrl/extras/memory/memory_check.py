@@ -1,4 +1,4 @@
-"""Check before training that a run fits into GPU memory and on the disk; the error names options to change."""
+"""Check before training that a run fits into GPU memory and on the disk; errors suggest options to change."""
 
 import math
 import shutil
@@ -36,23 +36,23 @@ from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {phase of the estimate: phase in memory/out_of_memory.py}
+# {phase in estimate.py: phase in out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-NUM_HEAVIEST = 64  # rows to measure
-# model entries of the estimate
+NUM_HEAVIEST = 64  # number of rows to measure
+# estimate items that are models
 MODELS = "weights", "reference", "critic", "policy"
 
 
 class MemoryCheck(Callback):
-    """Refuse a run before its weights are loaded if it does not fit on the disk or the GPUs.
+    """Raise UserError, before weights are loaded, if a run does not fit on the disk or the GPUs.
 
-    On a GPU, also try the largest batches before the first step: an estimate can be wrong.
+    On GPUs, the largest batches are also tried before the first step, because estimates can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for random weights
 
     def on_setup(self, config: RunConfig, world: World):
-        self.plans = {}  # {stage: estimate_phases}
+        self.plans = {}  # {stage: result of estimate_phases}
         self.questions = {}  # {stage: question with measured rows}, GPU only
         if config.model.path is None:  # models with random weights are small
             return
@@ -91,8 +91,8 @@ def measure_datasets(
 
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return sizes of the largest readable rows, descending."""
-    indices = range(min(len(rows), NUM_HEAVIEST))  # data.task: similar rows
+    """Return the sizes of the largest readable rows, in descending order."""
+    indices = range(min(len(rows), NUM_HEAVIEST))  # data.task generates similar rows
     if isinstance(rows, FileDataset):
         counter = patch_counter(processor)
         weights = []
@@ -149,7 +149,7 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
     fits, too_large = 0, max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
     for _ in range(5):
-        tokens = (fits + too_large) // 2  # per image or pair of frames
+        tokens = (fits + too_large) // 2  # tokens per image or pair of frames
         rows, held_out = smaller(question.rows, tokens), smaller(question.held_out, tokens)
         is_enough = peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out))) <= available
         fits, too_large = (tokens, too_large) if is_enough else (fits, tokens)
@@ -157,11 +157,11 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return maximum disk space for checkpoints and weights of a stage: {name: bytes}."""
+    """Return the maximum disk space for a stage's checkpoints and weights, as {name: bytes}."""
     config, estimator = question.config, question.estimator
     sizes = {}
     if config.checkpoint_steps or config.checkpoint_minutes:
-        # the newest is written before the oldest is deleted
+        # the newest state is written before the oldest is deleted
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
@@ -185,10 +185,10 @@ def two_digits(value: float) -> str:
 
 
 def check_disk(question: MemoryQuestion):
-    """Raise UserError if the disk lacks space."""
+    """Raise UserError if the disk has too little free space."""
     config = question.config
     folder = Path(config.output_dir).absolute()
-    earlier = 0  # bytes of an earlier run, which this one replaces
+    earlier = 0  # bytes from an earlier run that this run will replace
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -1,4 +1,4 @@
-"""Turn an out-of-memory error into one sentence: phase, longest row, and an option to change."""
+"""Explain an out-of-memory error in one sentence: phase, longest row and an option to change."""
 
 import copy
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from minivlmrl.trainers.registry import find_trainer
 
 
 class OutOfMemory(UserError):
-    """Memory ran out during a run; the message names the phase."""
+    """Raised when memory runs out during a run; the message names the phase."""
 
 
 class OutOfMemoryReport(Callback):
-    """Replace an out-of-memory error with OutOfMemory."""
+    """Convert out-of-memory errors to OutOfMemory."""
 
     state: TrainerState | None = None  # None before the model is loaded
     trainer: Trainer | None = None  # current stage
@@ -55,7 +55,7 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
     rows = getattr(error, "rows", ())
     if trainer is not None and rows:
-        with suppress(OSError, ValueError):  # this row may be the one that cannot be read
+        with suppress(OSError, ValueError):  # the row may be unreadable
             parts.append(f"the longest row is {longest_row(trainer, rows)}")
     options = cures(situation.config, stage, phase, situation.gpus)
     cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
@@ -64,7 +64,7 @@ def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
-    """Return file, line and tokens of the longest row."""
+    """Describe the longest row: file, line and number of tokens."""
     processor = trainer.processor
 
     def length(row: Row) -> int:
@@ -94,14 +94,14 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return options such as --adapter.r=16 that lower the memory of a phase or item in CURES."""
+    """Return options such as --adapter.r=16 that reduce memory in a phase, or for an estimate item."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
-    # a moving reference from a folder has no adapters, and adapters of frozen layers are not trained
+    # moving references from a folder reject adapters; adapters on frozen layers are not trained
     moves_folder = config.reference.path and config.reference.sync_ref_model
     takes_adapters = not (adapter.r or moves_folder or "language" in model.freeze)
-    # an environment needs gathered weights: one rank alone reads a tool's result
+    # environments need gathered weights: ranks prefill tool results independently
     gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
     options = {
         "sampling batch": smaller_sampling_batch(config, phase),
@@ -137,7 +137,7 @@ def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
 
 
 def accepts(config: RunConfig, stage: str, micro_batch_size: int) -> bool:
-    """Return True if the stage would train with micro-batches of this size."""
+    """Return True if the stage accepts this micro-batch size."""
     section = replace(getattr(config, stage), micro_batch_size=micro_batch_size)
     changed = copy.copy(config)
     setattr(changed, stage, section)
