@@ -1,8 +1,8 @@
 """AdamW with 8-bit instead of 32-bit moments (arXiv 2110.02861).
 
-A row of a moment is split into blocks of 256 values, each stored as 256 bytes and a float32 scale, the largest absolute
-value. A byte selects one of 256 fixed numbers between -1 and 1, denser near 0. FSDP shards whole rows, so no block is
-divided.
+Rows of a moment tensor are split into blocks of 256 values. A block is stored as 256 bytes and a float32 scale, its
+largest absolute value. A byte selects one of 256 fixed numbers between -1 and 1, which are denser near 0. FSDP shards
+whole rows, so blocks are never divided.
 
 Option: `optimizer: {name: adamw_8bit}`.
 """
@@ -17,15 +17,15 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # values; float32 moments for smaller tensors and vectors
+SMALLEST = 4096  # values; smaller tensors, and vectors, have float32 moments
 PIECE = 2**24  # values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # can be negative
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether it can be negative}
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation keeps the rounding error of a weight in 16 more bits, so small updates accumulate.
+    Kahan summation stores a weight's rounding error in 16 more bits, so that small updates accumulate.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -75,17 +75,17 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment, dequantized if 8-bit."""
+        """Return a moment, dequantized if it is stored in 8 bits."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # float32, updated in place by _update_rows
+        if f"{name}_scale" not in state:  # float32 moments are updated in place by _update_rows
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # AdamW divides by its square root
+        # avoid 0: AdamW divides by its square root
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)

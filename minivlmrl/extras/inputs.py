@@ -1,4 +1,4 @@
-"""Check in a stage's first step that the loss depends on all images and texts of the rows."""
+"""Check in a stage's first step that the loss depends on all images and text in the rows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-CACHE_TOLERANCE = 0.05  # relative, between cached and new image embeddings
+CACHE_TOLERANCE = 0.05  # maximum relative difference between cached and new image embeddings
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
     "the model, if they are yours, and otherwise report this warning."
@@ -49,7 +49,7 @@ class InputCheck(Watcher):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning per input problem, such as an image without effect on the loss.
+    """Return one warning per input problem, such as an image that does not affect the loss.
 
     Tokens and patches are compared with the data file; gradients are checked only without FSDP.
     """
@@ -74,8 +74,8 @@ class Part:
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # without a completion's last token
-    images: list[tuple[int, range]]  # (first position, patches) per image
+    span: slice  # excludes a completion's last token
+    images: list[tuple[int, range]]  # (first position, patch indices) per image
 
 
 def parts_of(group: GroupBatch) -> Iterator[Part]:
@@ -90,18 +90,18 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for texts and images without effect on the loss."""
+    """Yield (prompt, problem) for text and images that do not affect the loss."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # all completions have advantage 0: no gradient for the prompt
+        # prompts have no gradient if all advantages are 0
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # an image only affects later tokens: no loss there, no gradient
+            # skip images without later loss tokens: they have no gradient
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -117,7 +117,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return absolute gradients, summed over features, at image patches and input embeddings."""
+    """Return absolute loss gradients at image patches and input embeddings, summed over features."""
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
 
@@ -127,7 +127,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # zero weights of a new value head block the gradient
+        # a new value head has zero weights, which would block the gradient
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
-            elif type(module).__name__ == "ValueHead":  # by name: most runs do not load model/value_head.py
+            elif type(module).__name__ == "ValueHead":  # compare by name: most runs do not import model/value_head.py
                 stack.callback(module.register_forward_hook(add_states).remove)
         loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
@@ -152,22 +152,22 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) where tokens or patches differ from the data file."""
-    answers: dict[int, list[list[int]]] = {}  # {id of a prompt: token ids of its answers}
+    """Yield (prompt, problem) if tokens or patches differ from the data file."""
+    answers: dict[int, list[list[int]]] = {}  # {id(prompt): token ids per answer}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # prompt from an environment
+            continue  # the prompt comes from an environment
         if not part.is_prompt:
-            # the last token predicts nothing and may be missing
+            # the last token may be missing, as nothing is predicted from it
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # templates that drop earlier thoughts: a prompt per turn
+        # templates that drop earlier reasoning need one prompt per turn
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -184,7 +184,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if a text is missing, or tokenized in another way."""
+    """Yield a problem if message text is missing, or not tokenized as usual."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

@@ -1,4 +1,4 @@
-"""KTO loss for your own training stage; to copy: it imports only torch."""
+"""KTO loss for your own training stage."""
 
 from typing import Literal, get_args
 
@@ -29,8 +29,8 @@ def kto_loss(
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    with u = log pi - log pi_ref and the sigmoid s. Example: if policy and reference are equal and kl is 0, all losses
-    are 0.5.
+    where u = log pi - log pi_ref and s is the sigmoid. Example: if policy and reference are equal and kl is 0, all
+    losses are 0.5.
 
     Args:
         per_token_logps: (B, T), policy log-probabilities in nats, with gradient.
@@ -56,7 +56,7 @@ def kto_loss(
     z = beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(desirable_weight)
     undesirable = u.new_tensor(undesirable_weight)
-    # sigmoid(-z), not 1 - sigmoid(z): float32 rounds that to 0 at z = 20
+    # not 1 - sigmoid(z), which float32 rounds to 0 at z = 20
     per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
     rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
@@ -70,8 +70,8 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
     """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
 
     Args:
-        per_token_logps, ref_per_token_logps, mask: (B, T), prompts with answers to *other* prompts (KTO's z_0), in TRL
-            of the preceding row.
+        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts paired with answers to *other* prompts (KTO's
+            z_0); TRL takes them from the preceding row.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)

@@ -1,10 +1,11 @@
 """Reference model that follows the policy (TR-DPO, arXiv 2404.09656), with TRL's option names.
 
-Every ref_model_sync_steps optimizer steps, reference weights become
+Every ref_model_sync_steps optimizer steps, the reference weights become
 
     alpha * policy + (1 - alpha) * reference
 
-with alpha = ref_model_mixup_alpha; 1 replaces the reference, as in DeepSeekMath's outer loop.
+where alpha is ref_model_mixup_alpha. With alpha = 1, the policy replaces the reference, as in DeepSeekMath's outer
+loop.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Explain names that are not options, from docs/coming_from.md and docs/changelog.md."""
+"""Suggest options for unknown names, from tables in docs/coming_from.md and docs/changelog.md."""
 
 import re
 from collections import defaultdict
@@ -15,18 +15,18 @@ NO_OPTION = "minivlmrl has no such option"
 
 
 class Answer(NamedTuple):
-    """What a table says about a name."""
+    """One table row about a name."""
 
     name: str
     title: str  # column title, such as "TRL" or "removed"
-    here: str  # options, or "none"
+    here: str  # options in minivlmrl, or "none"
     note: str
 
 
 @cache
 def read_tables() -> dict[str, list[Answer]]:
-    """Read the tables from both pages: {name: rows}."""
-    pages = [folder / page for folder in (PACKAGE, PACKAGE.parent) for page in PAGES]  # in a wheel, in a clone
+    """Read the tables on both pages, as {name: rows}."""
+    pages = [folder / page for folder in (PACKAGE, PACKAGE.parent) for page in PAGES]  # wheel, then clone
     text = "".join(page.read_text(encoding="utf-8") for page in pages if page.is_file())
     found, title = defaultdict(list), ""
     for line in text.splitlines():
@@ -43,16 +43,16 @@ def read_tables() -> dict[str, list[Answer]]:
 
 
 def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
-    """Return what to write instead of an unknown name, "" if nothing is known.
+    """Explain what to use instead of an unknown option; return "" if nothing is known.
 
     Args:
-        section: path such as "grpo.", with a final dot, or "".
+        section: path with a trailing dot, such as "grpo.", or "".
         dashes: "--" on the command line, else "".
         options: paths of all options.
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])
-    if not named and not section:  # last part of a removed option
+    if not named and not section:  # a removed option without its section
         named = [row for full in tables if full.endswith(f".{name}") for row in tables[full] if row.title == "removed"]
     for row in named:
         if row.title == "removed":
@@ -62,7 +62,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     groups = [[option] for option in same if not is_other]
     groups += [[option for option in CODE.findall(row.here) if option in options] for row in named]
     stages = [option.partition(".")[0] for option in options if option.endswith(".max_steps")]
-    for group in [*groups]:  # grpo.learning_rate stands for all stages
+    for group in [*groups]:  # tables list only grpo.learning_rate, but other stages have this option
         of_stages = [f"{stage}.{option.rpartition('.')[2]}" for option in group for stage in stages]
         if {*group} < {*of_stages} <= {*options}:
             groups += [[option] for option in of_stages]

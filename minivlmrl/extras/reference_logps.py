@@ -1,8 +1,8 @@
-"""DPO reference log-probabilities, computed before the first step: no second model in memory.
+"""Compute DPO reference log-probs before the first step, to keep no second model in memory.
 
-With `dpo.precompute_ref_log_probs`, the policy computes them while it equals the reference. A resumed run reads
-reference_logps.safetensors in output_dir. Rows can also have sums, in TRL's columns ref_chosen_logps and
-ref_rejected_logps.
+With `dpo.precompute_ref_log_probs`, they are computed by the policy while it still equals the reference. A resumed run
+reads them from reference_logps.safetensors in output_dir. Rows can also provide sums in TRL's columns ref_chosen_logps
+and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -35,25 +35,25 @@ COLUMNS = "ref_chosen_logps", "ref_rejected_logps"
 
 
 class StoredReference:
-    """DPO reference that looks up log-probabilities.
+    """DPO reference that looks up precomputed log-probs.
 
     Args:
-        stored: {key_of(prompt, ids of both answers): token log-probabilities, chosen then rejected}.
+        stored: {key_of(prompt, ids of both answers): per-token log-probs, chosen then rejected}.
     """
 
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # without weights, which a checkpoint would save
+        self.model = nn.Module()  # no weights, because checkpoints would save them
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Return reference log-probabilities in nats: (answers, tokens)."""
-        found = torch.zeros_like(group.completion_mask, dtype=self.dtype)  # (answers, tokens)
+        """Return reference log-probs in nats, (answers, tokens)."""
+        found = torch.zeros_like(group.completion_mask, dtype=self.dtype)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             chosen, rejected = found[2 * number], found[2 * number + 1]
             sums = sums_of(prompt)
             if sums is not None:
-                # DPO sums over tokens, so the first can hold the whole sum
+                # DPO sums over tokens, so the first token can hold the sum
                 chosen[0], rejected[0] = sums
                 continue
             values = self.stored.get(key_of(prompt, ids))
@@ -71,7 +71,7 @@ class StoredReference:
 
 
 class ReferenceLogps(Callback):
-    """Compute reference log-probabilities when a DPO stage begins."""
+    """Compute reference log-probs when a DPO stage begins."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
@@ -113,7 +113,7 @@ class ReferenceLogps(Callback):
 
 @torch.no_grad()
 def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
-    """Compute log-probabilities of all rows with the policy, on all ranks."""
+    """Compute the policy's log-probs for all rows, on all ranks."""
     local = {}
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.options.micro_batch_size):
@@ -139,7 +139,7 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
 
 
 def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
-    """Return prompts in a batch, with token ids of chosen and rejected answer."""
+    """Return (prompt, [chosen ids, rejected ids]) for all prompts in a batch."""
     answers = group.completion_ids.cpu().split(group.layout.row_lengths)
     if len(answers) != 2 * len(group.prompts):
         raise UserError(
@@ -150,7 +150,7 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return a row's own log-probability sums in nats, chosen and rejected."""
+    """Return the log-prob sums given in a row, (chosen, rejected) in nats."""
     if prompt.row is None:
         return None
     given = {name: prompt.row.columns.get(name) for name in COLUMNS}
@@ -163,6 +163,6 @@ def sums_of(prompt: Prompt) -> tuple[float, float] | None:
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
-    """Hash everything that the log-probabilities depend on, except the model."""
+    """Hash everything that the log-probs depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
     return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)

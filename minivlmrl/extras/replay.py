@@ -1,7 +1,7 @@
 """Repeat a training step: `minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is the folder of a run, or a recipe. `replay` trains up to the step, from the last checkpoint before it or from the
-start, and writes nothing to RUN. On the same machine, completions and metrics equal completions.jsonl and
+RUN is a run folder or a recipe. `replay` trains up to the step, from the last checkpoint before it or from the start,
+and writes nothing to RUN. On the same machine, completions and metrics equal those in completions.jsonl and
 metrics.jsonl.
 """
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step, and print a prompt with its completions; exit code 1: the logs differ."""
+    """Replay a step, and print a prompt with its completions; return 1 if the logs differ."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # from all ranks, as in the log
+    # the log has completions from all ranks
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -80,14 +80,14 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    if not folder.is_dir():  # a recipe; output_dir may have another run
+    if not folder.is_dir():  # do not resume a recipe: output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
     return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)
 
 
 class Reached(Exception):
-    """End of training before the step; args: trainer, optimizer, step, rows."""
+    """Raised when training reaches the step; args: trainer, optimizer, step, rows."""
 
 
 class StopBefore(Callback):
@@ -116,7 +116,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        # otherwise damaged, or being removed by a run
+        # skip checkpoints that are damaged or being deleted
         if not (path / COMPLETE).is_file():
             continue
         state = read_trainer_state(path)
@@ -148,7 +148,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt, and log-probability sums in nats, answer and rewards per completion."""
+    """Print a prompt and, for each completion, its log-prob sum in nats, answer and rewards."""
     if not 0 <= index < len(rows):
         raise UserError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]
@@ -158,7 +158,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         temperature = trainer.config.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
-        explanations = []  # lines about answers and rewards
+        explanations = []  # lines to print about answers and rewards
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
@@ -184,7 +184,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 
 
 def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return policy log-probabilities (T,) per completion."""
+    """Return the policy's log-probs for each completion, (T,)."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
@@ -204,7 +204,7 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
-    """Compare log lines of a step with the replayed ones: {log file with such lines: all are equal}."""
+    """Compare logged lines with the replayed ones; return {log file: whether all lines are equal}."""
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = defaultdict(list)  # rows may repeat within a step

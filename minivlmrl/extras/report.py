@@ -42,10 +42,10 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # folders of an absolute path
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # folders in an absolute path
 POINTS = 500  # maximum points per curve and stage
-STEPS = 60  # steps with completions
-PROMPTS = 4  # prompts per step
+STEPS = 60  # maximum steps with completions
+PROMPTS = 4  # maximum prompts per step
 
 
 Number = Annotated[float, "[-1e300, 1e300]"]
@@ -79,7 +79,7 @@ class CompletionLine(LogLine):
 
 @dataclass
 class Summary:
-    chance: Annotated[float, "[0, 1]"] | None = None  # accuracy of guessing
+    chance: Annotated[float, "[0, 1]"] | None = None  # accuracy of random guessing
 
 
 class ReportPage(Callback):
@@ -89,7 +89,7 @@ class ReportPage(Callback):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
         self.seconds = 60 * config.report_minutes
-        self.next_time = 0.0  # next update, by time.monotonic
+        self.next_time = 0.0  # time.monotonic() of the next update
         self.refresh()
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -110,7 +110,7 @@ class ReportPage(Callback):
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
-        """Write the page; a failure, such as a full disk, does not end the run."""
+        """Write the page; failures, such as a full disk, do not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:
@@ -118,10 +118,10 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write an HTML page about one or several runs; browsers reload it every `seconds`, 0 = never."""
+    """Write an HTML page about one or more runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # the page may be shared: remove folders of this machine
+    for run in runs:  # the page may be shared: remove this machine's folders
         places = [line.get("where") or "" for line in run["completions"]] + [
             line["warning"] for line in run["warnings"]
         ]
@@ -130,7 +130,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
-    draft.unlink(missing_ok=True)  # may be a link
+    draft.unlink(missing_ok=True)  # may be a symlink
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
     draft.replace(out)  # atomic: a browser may be loading the page
 
@@ -148,7 +148,7 @@ def collect_run(folder: Path) -> dict:
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1  # files count from 0, the page from 1
+        line["step"] += 1  # files count steps from 0, the page from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
@@ -166,7 +166,7 @@ def collect_run(folder: Path) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read metrics.jsonl or evaluations.jsonl: numbers, or null for NaN."""
+    """Read metrics.jsonl or evaluations.jsonl, checking that values are numbers, or null for NaN."""
     lines = read_lines(path, LogLine)
     for number, line in enumerate(lines, start=1):
         check_numbers(line, f"{path}:{number}")
@@ -190,9 +190,9 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Say by how much the first held-out metric changed per stage, and whether by more than noise.
+    """Describe how the first held-out metric changed per stage, and whether this can be noise.
 
-    If the accuracy of guessing is known, also say whether the model is no better.
+    If the accuracy of guessing is known, also say whether the model is not better.
     """
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
@@ -223,7 +223,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average metrics over adjacent steps, to 500 points per curve and stage."""
+    """Average metrics over adjacent steps, so that a stage has at most 500 points per curve."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -235,7 +235,7 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average metrics over steps; min_length is a minimum."""
+    """Average metrics over steps; for names such as min_length, return the minimum or maximum."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -250,7 +250,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, with steps of the run instead of the stage."""
+    """Read evaluations.jsonl, converting steps in a stage to steps in the run."""
     first_steps = {}  # {stage: steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
@@ -282,7 +282,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # only images/: completions.jsonl may be manipulated
+    # only read images/, because completions.jsonl may be manipulated
     is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
     file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
     if not file.is_file():

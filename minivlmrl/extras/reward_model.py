@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-It starts as a copy of the policy, and learns to rank answers. Later stages and other runs use it as the reward
-`reward_model`.
+The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use it as the
+reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
 FOLDER = "reward_model"
-BATCH_SIZE = 16  # scored prompts per forward pass
+BATCH_SIZE = 16  # prompts to score per forward pass
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class RewardBatch(AnswerBatch):
 
 
 class RewardTrainer(PairTrainer):
-    """Train a reward model on answer pairs; the policy stays the same.
+    """Train a reward model on answer pairs, without changing the policy.
 
     Optional column `margin`: how much higher the chosen answer should score.
     """
@@ -81,7 +81,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute scores of chosen and rejected answers, both (B,)."""
+        """Compute scores for chosen and rejected answers, both (B,)."""
         chosen, rejected = last_token_scores(self.trained, batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -103,7 +103,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Return the last turn of each conversation, with earlier turns as its prompt."""
+    """Return each conversation's last turn, with earlier turns as its prompt."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -112,9 +112,9 @@ def last_windows(
 
 
 class RewardModelScores:
-    """Score completions with a reward model: reward_model.path, by default of the run itself.
+    """Score completions with the reward model in reward_model.path, by default the run's own.
 
-    It reads the policy's token ids and patches, so tokenizer, family and patch size must be equal.
+    It gets the policy's token ids and patches, so its tokenizer, family and patch size must match.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -126,7 +126,7 @@ class RewardModelScores:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
-        """Compute a score per completion; all ranks need the same number of prompts."""
+        """Return one score per completion; all ranks must pass the same number of prompts."""
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -143,10 +143,10 @@ def pack_with_last_token(
     model_config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
-    """Pack prompts and completions, with a hidden state for the last token.
+    """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` leaves out the last token, because nothing follows it; here that is a copy. Example: completion a has 3
-    tokens, b has 2:
+    `pack` leaves out the last token, because nothing is predicted from it. So the last token is repeated before
+    packing. Example: completion a has 3 tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -161,7 +161,7 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Compute values at the last tokens, (R,), for a batch from pack_with_last_token."""
+    """Return the value at each completion's last token, (R,), for a batch from pack_with_last_token."""
     return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
 
 
@@ -169,8 +169,8 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
     """Load a value model to score a policy's completions.
 
     Args:
-        same_base: adapters on the policy's base weights, which both share unless sharded: an FSDP unit belongs to one
-            model.
+        same_base: whether the adapters belong to the policy's base weights. Both models share these weights unless
+            sharded, because an FSDP unit belongs to one model.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -187,7 +187,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise UserError if a stage needs a reward model too early, or if the run samples trajectories."""
+    """Raise UserError if a stage needs a reward model before it is trained, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

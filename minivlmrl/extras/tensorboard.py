@@ -13,11 +13,11 @@ with optional_dependency("tensorboard", "the tracker needs the package tensorboa
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Return log(values, steps); after a resume, TensorBoard hides repeated steps.
+    """Return log(values, steps), which writes metrics; after a resume, TensorBoard hides repeated steps.
 
     Args:
-        steps: before a resume.
-        closing: closed when the run ends.
+        steps: number of steps before a resume.
+        closing: exit stack that is closed when the run ends.
     """
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:

@@ -3,7 +3,7 @@
 Needs TRL 1.10 or newer: older releases normalize some losses differently.
 """
 
-# pyright cannot see TRL's lazy classes, and attributes set at run time
+# pyright cannot see TRL's lazy classes and attributes set at runtime
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 import copy
@@ -39,7 +39,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # signature of grpo_loss
-# grpo_loss arguments and equivalent GRPOConfig fields
+# {grpo_loss argument: equivalent GRPOConfig field}
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -48,7 +48,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# GRPOConfig fields for only some loss_types, such as vespo_k_pos for vespo
+# GRPOConfig fields that only some loss_types use, such as vespo_k_pos
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -65,7 +65,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function; overrides only `_compute_loss`.
 
     Args:
-        loss: loss_type for `grpo_loss`, or a function with its arguments and results; None = loss_type in `args`.
+        loss: loss_type for `grpo_loss`, or a function with the same signature; None = loss_type in `args`.
         kl_estimator: see kl_term; other loss options are in `args`.
     """
 
@@ -79,7 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         kl_estimator: str = "k3",
         **kwargs,
     ):
-        if args is None:  # same folder as in TRL
+        if args is None:  # default folder, as in TRL
             name = model if isinstance(model, str) else model.config._name_or_path
             args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         args = copy.copy(args)
@@ -89,7 +89,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # only changed options: your own loss may lack the others
+        # only changed options, because your own loss may not accept the others
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -104,7 +104,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # entropy quantile over all processes
+            # TRL computes the quantile over all processes
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         returned = self.loss_function(
@@ -136,7 +136,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropies of completions, both (B, T), and the auxiliary loss."""
+        """Return completion log-probs and entropies, both (B, T), and the auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -146,12 +146,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # image tensors, such as pixel_values and image_grid_thw
+            # for image tensors, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return dapo's loss denominator: mean tokens per step and process; TRL counts all steps and processes."""
+        """Return dapo's loss denominator: mean tokens per step and process, from TRL's count over all of them."""
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation
@@ -160,7 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return token weights of the policy loss (None if all 1), and keyword arguments of the loss."""
+        """Return token weights (None if all are 1) and keyword arguments for the policy loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())

@@ -1,6 +1,6 @@
-"""Check in the first step of TRL's trainers, or transformers' Trainer, that outputs depend on all images.
+"""Check in the first step of a TRL or transformers trainer that outputs depend on all images.
 
-How to use `InputCheck`: docs/library.md.
+docs/library.md explains how to use `InputCheck`.
 """
 
 import warnings
@@ -21,13 +21,13 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# model arguments for patches and grids, and config field with the placeholder token id
+# {kind: (argument for patches, argument for grids, config field with the placeholder id)}
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
 OUTPUTS = ("log_probs", "logits", "loss")
-MOST_IMAGES = 8  # per row, tested one at a time
+MOST_IMAGES = 8  # maximum images to test per row, one at a time
 ADVICE = (
     "The training continues, but it does not learn from all images. Check the rows, the collator, "
     "the attention mask and the model."
@@ -37,19 +37,19 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    Compares outputs for the first micro-batch with those for gray images, in up to nine forward passes without
-    gradients. With weights sharded by FSDP or DeepSpeed, it only warns about placeholders without images. Weights and
-    random numbers stay the same. Attribute `problems`: list of warnings.
+    Outputs for the first micro-batch are compared with those for gray images, in up to nine forward passes without
+    gradients. If FSDP or DeepSpeed shards the weights, only placeholders without images are reported. Weights and
+    random state do not change. The attribute `problems` lists the warnings.
     """
 
     def __init__(self):
         self.problems: list[str] = []
-        self.trained: set[str] = set()  # parameters
-        self.reached: set[str] = set()  # by a gradient
+        self.trained: set[str] = set()  # names of trained parameters
+        self.reached: set[str] = set()  # names of parameters with a gradient
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # while the model runs with other images
+        self.is_comparing = False  # True while the model runs with gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:
@@ -104,10 +104,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning if outputs stay the same for gray images or videos."""
+    """Return warnings about images or videos that can be gray without changing the outputs."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng: same dropout masks
+        # fork_rng keeps dropout masks the same
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -123,7 +123,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
             for image, _ in images:
                 parts[image] = torch.zeros_like(parts[image])
             changed = outputs(**{pixels: torch.cat(parts)}) != original
-            # a loss is one number for all rows
+            # the loss is one number for all rows
             by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
             unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
         if unseen:
@@ -131,7 +131,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # cached weights have no gradients
+    # weights cached under no_grad would get no gradients
     torch.clear_autocast_cache()
     return problems
 
@@ -155,13 +155,13 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Group images or videos of different rows, to check a group in one forward pass.
+    """Group images or videos from different rows, to check a group in one forward pass.
 
     Args:
         sizes: patches per image.
     Returns:
-        groups [(image index, row index), ...]; a single one with row None if the ids do not tell rows. Left out: images
-        after the last trained token of their row, which cannot change the loss
+        groups [(image index, row index), ...], or a single group with row None if rows are unknown. Images after a
+        row's last trained token are left out, because they cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():
@@ -169,7 +169,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
     rows: dict[int, list[tuple[int, int | None]]] = {}
-    first = 0  # patches before this image; all tokens have the same number of patches
+    first = 0  # patches before this image
     for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
         if labels is None or (labels[row, column:] != -100).any():

@@ -1,4 +1,4 @@
-"""Read frames from video files with PyAV; videos as lists of images do not need it."""
+"""Read frames from video files with PyAV; videos given as lists of images do not need it."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, open_source
 from minivlmrl.data.video import FRAME_FACTOR, Video, check_size
 from minivlmrl.errors import UserError, error_context, optional_dependency, pluralize
 
-MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for sampled frames
+MIN_FRAMES, MAX_FRAMES = 4, 768  # default limits for the number of sampled frames
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
@@ -25,7 +25,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
-        if hasattr(error, "strerror"):  # from the operating system or FFmpeg
+        if hasattr(error, "strerror"):  # error from the operating system or FFmpeg
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
         raise UserError(f"{name}: {error_text}") from error
@@ -74,7 +74,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # truncated Matroska file: last packet before the header's duration
+    # truncated Matroska files end before the duration in their header
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -90,9 +90,9 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # no name: FFmpeg would read concat:x.mp4|y.mp4 as two files
+    # do not pass the name: FFmpeg would read concat:x.mp4|y.mp4 as two files
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # do not open the files and URLs in a playlist
+    # do not open files and URLs listed in a playlist
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
@@ -107,7 +107,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode frames by index, upright and in RGB; also count decoded frames."""
+    """Decode frames by index to upright RGB images; also return the number of decoded frames."""
     frames = []
     num_decoded = 0
     with opened_video(file) as (container, stream):
@@ -116,7 +116,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 raise UserError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
-                # phones store an angle for the player
+                # phones store a rotation angle for the player
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise UserError(
@@ -138,7 +138,7 @@ def sample_indices(
     Example: 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        sampling: see smart_nframes; video_start and video_end in seconds, clipped to the duration.
+        sampling: see smart_nframes; also video_start and video_end in seconds, clipped to the duration.
     Returns:
         frame indices; sampled frames per second
     Source: video readers in qwen-vl-utils; for frame_factor 1 (Qwen3-VL), Qwen3VLVideoProcessor in transformers.
@@ -169,7 +169,7 @@ def sample_indices(
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 per second last 3.33 seconds; 2 sampled frames per second are 6.67, rounded down to 6.
+    Example: 100 frames at 30 per second last 3.33 seconds. Sampling 2 frames per second gives 6.67, rounded down to 6.
 
     Args:
         sampling: nframes, or fps (sampled per second, default 2) with min_frames (default 4) and max_frames (default

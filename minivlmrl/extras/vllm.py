@@ -2,11 +2,11 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-vLLM receives the policy weights before a rollout, and prompts as token ids and patches. It computes only logits;
-minivlmrl samples. So a completion does not depend on other rows, and in float32 it equals one sampled without vLLM. To
-change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only logits, and
+minivlmrl samples from them. So completions do not depend on other rows, and in float32 they equal those sampled without
+vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
-The memory estimate needs no vLLM: imports are inside functions.
+vLLM is imported inside functions, because the memory estimate does not need it.
 
 Dimensions: r rows in the batch, V vocabulary size.
 """
@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# in the training process, which has the weights
+# run vLLM in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind our threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -52,7 +52,7 @@ from minivlmrl.model.plain_weights import gather_full_tensor
 
 # vllm.LLM options fixed for all recipes
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # our patches are normalized
+    "mm_device_do_normalize": False,  # patches are already normalized
     "limit_mm_per_prompt": {"video": 0},  # do not profile the longest video
     "mm_processor_cache_gb": 0,
     # TokenChooser must run exactly once per token
@@ -65,7 +65,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options that recipes may set; none loads code, because a recipe may come from a stranger."""
+    """vllm.LLM options that recipes may set; none of them loads code, because recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -87,7 +87,7 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# one vllm.LLM per policy, for all stages
+# {policy: its vllm.LLM, shared by all stages}
 STARTED = WeakKeyDictionary()
 
 
@@ -98,11 +98,11 @@ class Sampling:
         self.sample_token = sample_token
         # per decode step: rows, ids, log-probabilities, ends; all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens so far
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
         self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of `rows` from logits (r, V); return scores for vLLM: 0 at samples, else -inf."""
+        """Sample next tokens from logits (r, V); return scores for vLLM: 0 for the samples, else -inf."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -112,9 +112,9 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor: sample with minivlmrl, and make vLLM select the samples."""
+    """Logits processor that samples with minivlmrl, and makes vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # of the class: vLLM creates the object
+    sampling: Sampling | None = None  # class attribute: vLLM creates the object
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
@@ -131,7 +131,7 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from logits (r, V); the V2 model runner passes batch indices in `context`, V1 None."""
+        """Sample from logits (r, V); vLLM's V2 model runner passes batch indices in `context`, V1 passes None."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -143,7 +143,7 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 
 
 class VLLMSampler(Sampler):
-    """Sampler with logits from vLLM; sampling.vllm has arguments for vllm.LLM."""
+    """Sampler that gets logits from vLLM; sampling.vllm has arguments for vllm.LLM."""
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -219,7 +219,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # argmax, the sampled token
+                temperature=0,  # take the argmax, which is the sampled token
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -236,7 +236,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt for vLLM, without its tokenizer and image processor."""
+        """Convert a prompt to vLLM inputs, bypassing vLLM's tokenizer and image processor."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -286,8 +286,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
-        Limits, times max_logp_mismatch: in float32, 1e-3 nats per token; in 16 bits, a root mean square of 0.5 nats
-        over a prompt's completions.
+        At max_logp_mismatch = 1, the limit is 1e-3 nats per token in float32, and a root mean square of 0.5 nats over a
+        prompt's completions in 16 bits.
         """
         if self.is_verified:
             return
@@ -320,7 +320,7 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Hide vLLM's warning about rotary embeddings, which have no weights."""
+    """Log filter that hides vLLM's warning about rotary embeddings, which have no weights."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
@@ -355,7 +355,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise UserError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM ends torch's process group
+    # vLLM destroys the process group itself
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

@@ -1,7 +1,7 @@
 """Warn if a run does not learn, with a likely cause and a fix.
 
-A condition must hold over 10 consecutive optimizer steps, and the warning is not repeated while it does. Exception:
-equal rewards of all completions, the most common mistake, cause a warning after the first step.
+A warning appears if its condition holds for 10 consecutive optimizer steps, and is not repeated while it holds. If all
+completions have equal rewards, the most common mistake, the warning appears after the first step.
 """
 
 import json
@@ -22,10 +22,10 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
-TAG_REWARDS = "format", "box_format"  # for <think> and <answer> tags
+TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
 WINDOW = 10  # consecutive optimizer steps
-BASELINE_ROLLOUTS = 50  # see `majority_baseline`
-FALLEN = 0.2  # warn if the mean reward falls by this share of the reward range
+BASELINE_ROLLOUTS = 50  # number of rollouts in `majority_baseline`
+FALLEN = 0.2  # warn if the mean reward falls by this fraction of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
 
@@ -56,17 +56,17 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
-    """Derive warnings from the metrics of the last 10 steps."""
+    """Derive warnings from the metrics in the last 10 steps."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config
-        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to raise
-        self.evaluated = evaluated  # last evaluation before the stage
+        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to increase
+        self.evaluated = evaluated  # metrics from the last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
-        self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
+        self.recent = deque(maxlen=WINDOW)  # metrics for the last 10 steps
         self.active: set[str] = set()  # rules violated at the last step
         self.rollout = None
         # (row solutions, completion rewards) per recent rollout
@@ -75,7 +75,7 @@ class WarningRules:
         self.best_mean = -math.inf  # highest mean reward over 10 steps
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Add a step, and return new warnings."""
+        """Add a step's metrics, and return new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
@@ -86,15 +86,15 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated() if len(self.recent) == WINDOW else self.constant_rewards())
         new = [sentence for name, sentence in found.items() if name not in self.active]
-        # once per stage
+        # report "solved" once per stage
         self.active = set(found) | (self.active & {"solved"})
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning per reward far higher on training than on held-out rows."""
+        """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # greedy, because training may sample below temperature 1
+            # include greedy results, because training may sample below temperature 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -104,7 +104,7 @@ class WarningRules:
                 )
 
     def unlearned(self, evaluation: dict[str, float], num_rows: int) -> Iterator[str]:
-        """Yield a warning for a held-out reward far lower than before the stage."""
+        """Yield a warning if a held-out reward is far lower than before the stage."""
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
@@ -124,7 +124,7 @@ class WarningRules:
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
-        """Continue from a checkpoint, unless rewards or weights differ."""
+        """Restore a saved state, unless reward names or weights have changed."""
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
@@ -134,7 +134,7 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if a condition holds in the last 10 steps."""
+        """Return True if a metric meets a condition in all of the last 10 steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
@@ -142,7 +142,7 @@ class WarningRules:
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) of warnings after 10 steps."""
+        """Yield (name, text) for warnings that need 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -176,7 +176,7 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out `format` if answers have no tags, because an earlier note advises to remove it."""
+        """Leave out `format` if answers have no tags, because an earlier note advises removing it."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
@@ -229,14 +229,14 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if always answering the most frequent solution earns as much."""
+        """Warn if always answering the most frequent solution would score at least as high."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # (completions, rewards) per row; a resumed run may change num_generations
+        # per row: (completions, rewards); a resumed run may change num_generations
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
-            # rows with all completions scored
+            # rows whose completions all have a score
             is_scored = [not row[:, index].isnan().any() for row in rows]
             if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
                 continue
@@ -255,7 +255,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # no AdamW state: never had a gradient, as is normal for an expert without tokens
+        # without AdamW state, a parameter never had a gradient, which is normal for unused experts
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

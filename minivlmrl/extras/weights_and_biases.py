@@ -1,6 +1,6 @@
 """Tracker `wandb`: send metrics to the project minivlmrl on Weights & Biases.
 
-With WANDB_MODE=offline, they are only written to wandb/ in the run folder. A resumed run appears as a new run.
+With WANDB_MODE=offline, metrics are only written to wandb/ in the run folder. A resumed run appears as a new run.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ with optional_dependency("wandb", "the tracker needs the package wandb"):
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker; arguments: see extras/tensorboard.py."""
+    """Create the tracker; see extras/tensorboard.py for the arguments."""
     folder = Path(config.output_dir)
     run = init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)
