@@ -1,1 +1,1 @@
-"""Scripts that measure time, memory and learning; without this file, an installed package could be imported instead."""
+"""Scripts that measure time, memory and learning. Without this file, an installed package could shadow the folder."""

@@ -4,14 +4,14 @@
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
 The script trains like train.py, then prints the last stage's results with expected bands. Other processors and thread
-counts round sums differently, and results drift apart over many steps. So results need not equal recorded ones, but
+counts round sums differently, and results drift apart over many steps. So results may differ from recorded ones, but
 must not be below their bands.
 
 A band extends from the lowest to the highest recorded result, plus two standard errors on both sides. The standard
 error is that of an accuracy on held-out rows (Agresti and Coull: with two more correct and two more wrong rows, so that
 it is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a failed run would hide
 regressions, so the band leaves out the lowest of ten runs. One correct run in ten may then be below its band: try
-another seed. A result above its band is reported, but is no failure.
+another seed. A result above its band is reported, but is not a failure.
 """
 
 import json
@@ -29,7 +29,7 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
-# options that change results not at all, or only by rounding or chance
+# options that do not change results, except by rounding or chance
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",

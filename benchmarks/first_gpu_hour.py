@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 TRL = ("trl", "datasets", "transformers")
-# most important first; up to `lora` in the seven minutes of a first call, up to `profile` in a second
+# most important first; the first seven-minute call runs parts up to `lora`, a second one up to `profile`
 PARTS = {
     "self_test": Part(35, "gpu.py self_test"),
     "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),

@@ -1,7 +1,7 @@
 """Measure and test this repository on a GPU. first_gpu_hour.py runs all parts.
 
 python benchmarks/gpu.py step          # a GRPO step with Qwen2.5-VL-3B
-python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, even on a CPU
+python benchmarks/gpu.py step --toy    # tests this script at toy size in float32, even on a CPU
 
 Weights are random, in bfloat16, in the real size. Packages for only one part are imported inside its function, so other
 parts run without them.
@@ -122,7 +122,7 @@ def tests(toy: bool):
 
 @part
 def vllm_tests(toy: bool):
-    """Run the vLLM tests; MINIVLMRL_TEST_GPU shows them the GPU."""
+    """Run the vLLM tests, in which MINIVLMRL_TEST_GPU makes the GPU visible."""
     os.environ["MINIVLMRL_TEST_GPU"] = "1"
     run_tests("slow", "-n", "0", "tests/extras/test_vllm.py")
 
@@ -180,8 +180,8 @@ def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProce
 def transformers(toy: bool):
     """Compare log-probabilities and gradients with the transformers model, which shares the parameters.
 
-    One prompt has 1,024 image tokens and 8 completions of 256 tokens. The peers compute a row per completion, with a
-    copy of the prompt: first our model, which differs only by rounding, then transformers. In float32, with two decoder
+    The batch is one prompt with 1,024 image tokens and 8 completions with 256 tokens. Our packed results are compared
+    with rows that repeat the prompt for each completion, in our model and in transformers. In float32, with two decoder
     layers and two vision blocks, all must agree.
     """
     torch.backends.cudnn.allow_tf32 = False  # otherwise Conv3d in transformers uses TF32, with ten bits
@@ -209,7 +209,7 @@ def compare(
     ours = build(model_config, dtype)
     logps, gradients = logps_and_gradients(packed, ours, ours, prompt, completions, len(completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()
-    # at most 2 rows: 4 rows of a 3B need more than 80 GB
+    # at most 2 rows, because 4 rows in a 3B model need more than 80 GB
     peers = {"our model, a row each": (packed, ours, 1), "transformers": (padded_rows, twin(ours), 2)}
     for name, (way, model, at_once) in peers.items():
         their_logps, their_gradients = logps_and_gradients(way, model, ours, prompt, completions, at_once)
@@ -233,7 +233,7 @@ def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions:
 
 
 def packed(model: VisionLanguageModel, prompt: Prompt, completions: Tensor) -> Tensor:
-    """Compute log-probabilities (n, C) as in training: the prompt only once."""
+    """Compute log-probabilities (n, C) as in training, with the prompt packed only once."""
     batch = pack([prompt], [[Completion(ids) for ids in completions]], model.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
@@ -270,7 +270,7 @@ def twin(ours: VisionLanguageModel):
 
 
 class Case(NamedTuple):
-    """GRPO step: model size, side of the square images in pixels, recipe, and recipe options."""
+    """GRPO setup: model size, side of the square images in pixels, recipe, and recipe options."""
 
     size: str
     pixels: int
@@ -278,7 +278,7 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-# 8 prompts with 1,024 image tokens, 8 completions with 256 tokens each; all in bfloat16, also AdamW
+# 8 prompts with 1,024 image tokens, 8 completions per prompt with 256 tokens; all in bfloat16, even AdamW states
 STEP = Case(
     "3B", 896, "own_data.yaml",
     (
@@ -289,7 +289,7 @@ STEP = Case(
 # recipes for a 24 GB card; here 484 tokens per image, up to 512 in the recipes
 LORA = Case("3B", 616, "own_data_one_card.yaml")
 NF4 = Case("7B", 616, "lora_7b.yaml")
-# equally long completions, and a reward that differs between random completions
+# all completions have the same length, and random completions get different rewards
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
@@ -297,7 +297,7 @@ TOY = (
 
 
 class GRPOStep(Ours):
-    """A case, built on the GPU; `step` runs one optimizer step.
+    """Model and trainer for a Case, on the GPU; `step` runs one optimizer step.
 
     Attributes:
         mismatch: largest logp_mismatch so far, in nats.
@@ -370,7 +370,7 @@ def nf4(toy: bool):
 
 
 def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
-    """Report seconds, peak memory beside its estimate, and the largest logp_mismatch in GRPO steps.
+    """Report seconds, measured and estimated peak memory, and the largest logp_mismatch in GRPO steps.
 
     Args:
         steps: steps after the first one, which compiles kernels.
@@ -447,7 +447,7 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
 def decode(toy: bool):
     """Measure milliseconds per decode step of a 3B model with 1 to 256 rows.
 
-    The difference between rollouts with many and few tokens leaves out the prefill and the graph capture.
+    They come from the time difference between rollouts with many and few tokens, without prefill and graph capture.
     """
     built = GRPOStep(STEP, toy)
     few, many = (2, 4) if toy else (32, 160)
@@ -468,7 +468,7 @@ def fastest(call: Callable) -> float:
 
 @part
 def trl_step(toy: bool, attention: str):
-    """Measure whole GRPO steps in TRL with the model, prompts and completions of the part `step`.
+    """Measure whole GRPO steps in TRL, with the same model size, prompts and completion lengths as the part `step`.
 
     Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
     """

@@ -1,10 +1,10 @@
-"""Measure kernels and matrix products on a GPU, beside the limits of the card.
+"""Measure kernels and matrix products on a GPU, and compare them with the GPU's limits.
 
 python benchmarks/gpu_kernels.py kernels          # each Triton kernel at the sizes of Qwen2.5-VL-3B
-python benchmarks/gpu_kernels.py kernels --toy    # tests the part: toy size in float32, even on a CPU
+python benchmarks/gpu_kernels.py kernels --toy    # tests this script at toy size in float32, even on a CPU
 
 first_gpu_hour.py runs all parts. A kernel's limit is the longer of two times: moving its bytes at the speed of a large
-copy, and computing its FLOPs at the speed of a large product, on the same card.
+copy, and computing its FLOPs at the speed of a large product, on the same GPU.
 """
 
 import statistics
@@ -29,7 +29,7 @@ def milliseconds(call: Callable, in_graph: bool = True) -> float:
     """Return the milliseconds of a call: median over REPEATS measurements with CALLS calls.
 
     Args:
-        in_graph: replay calls in a CUDA graph, without launches from Python.
+        in_graph: whether to replay calls in a CUDA graph, without kernel launches from Python.
     """
     if CARD.type == "cpu":
         begin = time.perf_counter()
@@ -85,7 +85,7 @@ def card_speeds() -> tuple[float, float]:
 
 
 def report_kernel(name: str, call: Callable, moved: float, flops: float, in_graph: bool = True):
-    """Report a kernel's time, and its limit on the card as a share of this time.
+    """Report a kernel's time, and its limit on this GPU as a share of that time.
 
     Args:
         moved: bytes to read and write.
@@ -98,7 +98,7 @@ def report_kernel(name: str, call: Callable, moved: float, flops: float, in_grap
 
 @part
 def kernels(toy: bool):
-    """Measure all Triton kernels at the sizes of a 3B."""
+    """Measure all Triton kernels at the sizes of a 3B model."""
     dtype = torch.float32 if toy else torch.bfloat16
     measure_windows(toy, dtype)
     measure_decoding(toy, dtype)
@@ -111,7 +111,7 @@ def normal(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def measure_windows(toy: bool, dtype: torch.dtype):
-    # windows of 64 patches, and fewer at the right and the lower edge
+    # windows with 64 patches, or fewer at the right and lower edges
     photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
     cases = {"512 windows of 64": (2 if toy else 512) * [64], "8 photographs": (1 if toy else 8) * photograph}
     for name, lengths in cases.items():
@@ -186,7 +186,7 @@ def measure_nf4(toy: bool, dtype: torch.dtype):
 
 @part
 def products(toy: bool):
-    """Measure products with uncertain speed: a width that is no multiple of 8, adapters, logits in float32."""
+    """Measure matrix products that could be slow: a width that is not a multiple of 8, adapters, float32 logits."""
     dtype = torch.float32 if toy else torch.bfloat16
     patches, width = (64, 16) if toy else (32768, 1280)
     for columns in (20, 24) if toy else (3420, 3424):

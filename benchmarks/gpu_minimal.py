@@ -1,7 +1,7 @@
 """Train Qwen2.5-VL-3B with minimal.py on a GPU, and report seconds and peak memory per phase.
 
 python benchmarks/gpu_minimal.py minimal grpo          # or dpo, sft
-python benchmarks/gpu_minimal.py minimal grpo --toy    # tests the part with the tiny model, even on a CPU
+python benchmarks/gpu_minimal.py minimal grpo --toy    # tests this script with the tiny model, even on a CPU
 
 Weights are random, in the real size. A row has an image with 484 tokens.
 """
@@ -23,7 +23,7 @@ one_file = import_module("minimal")
 
 @part
 def minimal(toy: bool, stage: str):
-    """Run two steps of minimal.py FOLDER rows.jsonl with a row each, without saving."""
+    """Run `minimal.py FOLDER rows.jsonl` for two steps with one row each, without saving."""
     phases = {
         "load": (one_file, "load"), "sample": (one_file, "sample"),
         "log-probabilities": (one_file, "log_probabilities"), "backward": (torch.Tensor, "backward"),
@@ -60,7 +60,7 @@ def reported(function, label: str):
 
 
 def write_model(folder: Path, toy: bool) -> Path:
-    """Write the tiny model of minimal.py, or a 3B with its tokenizer and random weights; return the folder."""
+    """Write minimal.py's tiny model, or a 3B model with its tokenizer and random weights; return the folder."""
     tiny = folder / "tiny"
     one_file.make_folder(tiny)
     if toy:

@@ -2,10 +2,10 @@
 
 python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
 
-The peer is TRL with Qwen2_5_VLForConditionalGeneration from transformers; the first line prints the versions. Both
-sides start from the same random weights (recipes/shapes_model.json), with the same prompts, equal tokens and pixels,
-and 8 completions per prompt with exactly 14, 128 or 512 tokens. Steps alternate in one process, so other load on the
-machine slows both. Before timing, both score the same completions, and log-probabilities must agree.
+TRL trains Qwen2_5_VLForConditionalGeneration from transformers; the first printed line has the versions. Both sides
+start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
+completions per prompt with exactly 14, 128 or 512 tokens. Steps alternate in one process, so other load on the machine
+slows both. Before timing, both score the same completions, and log-probabilities must agree.
 """
 
 import argparse
@@ -55,7 +55,7 @@ TOLERANCE = 1e-4  # nats
 
 
 def distinct_characters(completions: list[str], **columns) -> list[float]:
-    """Count distinct characters: a cheap reward that differs for random texts."""
+    """Count distinct characters: a cheap reward that differs between random completions."""
     return [float(len(set(completion))) for completion in completions]
 
 
@@ -66,7 +66,7 @@ class EndlessProcessor(Processor):
 
 
 class Ours:
-    """GRPO in minivlmrl, as train.py runs it; `step` does one optimizer step and returns its metrics."""
+    """GRPO in minivlmrl, as train.py runs it; `step` runs one optimizer step and returns its metrics."""
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -177,7 +177,7 @@ def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], 
 
 
 def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, **options):
-    """Create the TRL trainer; the folder has tokenizer and image settings; `options` override the config."""
+    """Create the TRL trainer, with tokenizer and image settings from `folder`; `options` override its config."""
     import datasets
     import trl
 

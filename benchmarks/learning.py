@@ -1,4 +1,4 @@
-"""Train every algorithm on the embedded task with several seeds, and print the accuracies in a table.
+"""Train every algorithm on the built-in task with several seeds, and print the accuracies in a table.
 
     python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
@@ -7,9 +7,9 @@
 Runs are also written to recipes/expected.json, which benchmarks/expect.py reads, except for runs with overrides or with
 options that refer to another script's files. Recipes in LONG run only if --only names them.
 
-A table row is one run of train.py, by default on one thread, so the number of cores changes no result. `sampled` and
-`greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of held-out pairs in
-which the better answer is preferred. `warnings` are explained in docs/metrics.md; a run that learns has none.
+A table row is one run of train.py, by default on one thread, so results do not depend on the number of cores. `sampled`
+and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of held-out pairs
+in which the better answer is preferred. `warnings` are explained in docs/metrics.md; a run that learns has none.
 `shuffled rewards`, `gray crops` and `any quarter` are controls that must not learn.
 """
 
@@ -115,8 +115,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 def row_of(entry: Entry, summary: dict) -> dict:
     """Return the numbers in a table row."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    # `before` is the start of the last stage, because a reward model does not change the policy; the first metric in an
-    # evaluation is its first reward
+    # evaluations before and after the last stage; the first reward is the first metric
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
     stages = [stage for stage in summary.values() if isinstance(stage, dict)]

@@ -2,9 +2,9 @@
 
     python benchmarks/minimal_memory.py Qwen2.5-VL-3B grpo    # takes about a minute and 1 GB of memory
 
-A step has two rows: at the second row of the second step, weights, gradients and optimizer states all exist. A row has
-an image with 616 x 616 pixels, 60 text tokens, and answers with 256 tokens, 8 for GRPO. Counted on 2026-11-29, in GB
-(10^9 bytes), without the few GB for CUDA itself and for fragmentation:
+A step has two rows, because only at the second row in the second step, weights, gradients and optimizer states all
+exist. A row has an image with 616 x 616 pixels, 60 text tokens, and answers with 256 tokens, 8 for GRPO. Counted in GB
+(10^9 bytes) on 2026-11-29, without the few GB for CUDA itself and for fragmentation:
 
                       sft    grpo     dpo
     Qwen2.5-VL-3B    70.0    72.2    78.8
@@ -77,7 +77,7 @@ class Count(TorchDispatchMode):
 
 
 class Attention(torch.autograd.Function):
-    """Fused kernel, which keeps queries, keys, values, output and one number per query."""
+    """Imitate the memory of a fused kernel, which saves queries, keys, values, output and one number per query."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
@@ -92,7 +92,7 @@ class Attention(torch.autograd.Function):
 
 
 class Indexing(TorchFunctionMode):
-    """Replace indexing, which fails with fake tensors, by operators with the same allocations."""
+    """Replace indexing, which fails with fake tensors, with operators that allocate the same memory."""
 
     def __init__(self, frequency_count: int):
         super().__init__()
@@ -130,7 +130,7 @@ def index(x, places):
 
 
 def run(layer, *arguments):
-    """Do what minimal.run does on a GPU, but on the CPU, where fake tensors are."""
+    """Do the same as minimal.run on a GPU, but on the CPU, because fake tensors are there."""
     if torch.is_grad_enabled():
         return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(*arguments)
@@ -172,7 +172,7 @@ def sample(minimal, model, prompt, G: int, count: Count):
 
 
 def update(model, states: dict):
-    """Take a fused AdamW step, which allocates two states per weight, and nothing else."""
+    """Imitate a fused AdamW step, which allocates only two states per weight."""
     for weight in model.parameters():
         if weight not in states:
             states[weight] = torch.zeros_like(weight), torch.zeros_like(weight)

@@ -1,11 +1,11 @@
-"""Train the built-in task in minimal.py with each page of docs/papers, and draw the accuracies.
+"""Train minimal.py's built-in task with the diff on each page in docs/papers, and draw the accuracies.
 
-    python benchmarks/papers.py --seeds 0 1 2 3 4         # all pages; runs that curves.json has are left out
+    python benchmarks/papers.py --seeds 0 1 2 3 4         # all pages; runs in curves.json are skipped
     python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
     python benchmarks/papers.py --draw                    # only draw what was measured
 
-For a seed, all methods begin with the same model, trained with SFT once. A run takes about a minute. Its accuracies are
-added to docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
+With one seed, all methods start from the same SFT model. A run takes about a minute. Its accuracies are added to
+docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BLIND = FOLDER / "blind.json"  # {method: {seed: last accuracy with gray images}
 STEPS, EVERY = 60, 20
 HELD_OUT = 128  # held-out images; two sampled answers each
 
-# {page: method to compare with, the same without the page's diff}
+# {page: method to compare with, which lacks only the page's diff}
 COMPARED = {
     "several_steps": "grpo",
     "gspo": "several_steps",
@@ -73,20 +73,20 @@ def is_dpo(method: str) -> bool:
 
 
 def pages_of(method: str) -> list[str]:
-    """Return the pages to apply, several_steps last, because only then git finds its place."""
+    """Return the pages to apply, several_steps last, because git cannot apply it first."""
     if method not in COMPARED:
         return []
     return [method, "several_steps"] if COMPARED[method] == "several_steps" else [method]
 
 
 def load_patched(pages: list[str]) -> ModuleType:
-    """Import a copy of minimal.py with pages applied."""
+    """Import a copy of minimal.py with the diffs on some pages applied."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copy(ROOT / "minimal.py", folder))
         for page in pages:
             before = file.read_text()
             subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
-            if file.read_text() == before:  # git skips files in a repository around the folder
+            if file.read_text() == before:  # git changes nothing if the folder is inside another repository
                 raise RuntimeError(f"git apply did not change {file}; set TMPDIR to a folder outside of repositories")
         spec = importlib.util.spec_from_file_location("_".join(["minimal", *pages]), file)
         module = importlib.util.module_from_spec(spec)
@@ -100,7 +100,7 @@ def seed_all(seed: int):
 
 
 def demonstrated(seed: int, cache: Path) -> Path:
-    """Return a folder with a seed's model after SFT, as in minimal.train_tiny; train it if it is missing."""
+    """Return the folder with a seed's SFT model, as in minimal.train_tiny; train it if it is missing."""
     folder = cache / f"sft-{seed}"
     if not (folder / "model.safetensors").exists():
         minimal = load_patched([])
@@ -117,7 +117,7 @@ def demonstrated(seed: int, cache: Path) -> Path:
 
 
 def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[list[float], float]:
-    """Train a method; return accuracies after 0, EVERY, 2 * EVERY, ... steps, and the last one with gray images."""
+    """Train a method; return accuracies after 0, EVERY, 2 * EVERY, ... steps, and after all steps with gray images."""
     folder = demonstrated(seed, cache)
     module = load_patched(pages_of(method))
     module.TEACHER = cache / f"grpo-{seed}"
@@ -130,7 +130,7 @@ def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[li
     accuracies = []
 
     def accuracy(rows) -> float:
-        with torch.random.fork_rng():  # keeps the run's random numbers
+        with torch.random.fork_rng():  # so that evaluations do not change the run's random numbers
             torch.manual_seed(seed)
             return round(module.accuracy(model, rows), 4)
 
@@ -160,7 +160,7 @@ STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{
 
 
 def common_seeds(curves: dict, method: str) -> list[str]:
-    """Return the seeds of a method that its comparison also has."""
+    """Return the seeds with which both a method and its comparison were measured."""
     return sorted(curves.get(method, {}).keys() & curves.get(COMPARED[method], {}).keys(), key=int)
 
 
@@ -205,7 +205,7 @@ def spread(last: list[float]) -> str:
 
 
 def ending(curves: dict, method: str) -> str:
-    """Return the text after a page's diff."""
+    """Return the text to write after a page's diff."""
     if not common_seeds(curves, method):
         return ""
     alt = f"Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[COMPARED[method]]}"

@@ -1,13 +1,13 @@
-"""Simulate how evenly ranks train if completion lengths differ; needs no GPU.
+"""Simulate how evenly tokens are spread over ranks if completion lengths differ; needs no GPU.
 
-python benchmarks/rebalancing.py    # some seconds
+python benchmarks/rebalancing.py    # a few seconds
 
-A rank has 8 prompts with 1,224 tokens, and 8 completions per prompt with 64 to 4,096 tokens, log-normal. Columns are
-means over many simulated steps:
+A rank has 8 prompts with 1,224 tokens, and 8 completions per prompt with log-normal lengths, 64 to 4,096 tokens.
+Columns are means over many simulated steps:
 
     own groups    tokens on the rank with the most tokens / mean over ranks, if ranks train on their own groups
     rebalanced    the same, after minivlmrl/trainers/rebalancing.py has exchanged groups between ranks
-    lock-step     if ranks also wait for each other in each micro-batch, as in a sharded model without once_per_step
+    lock-step     the same, if ranks wait for each other in each micro-batch (a sharded model without once_per_step)
     moved         share of groups that another rank trains on; the other rank reads the images again
 """
 
@@ -20,7 +20,7 @@ from minivlmrl.trainers.rebalancing import assign_groups
 
 PROMPTS = GENERATIONS = 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 1224, 64, 4096
-# median length, standard deviation of log length, share of its variance within a prompt's completions
+# median length, standard deviation of log length, share of its variance between prompts
 DISTRIBUTIONS = {
     "nearly equal": (240, 0.1, 0.3),
     "short": (200, 0.6, 0.3),

@@ -24,7 +24,7 @@ SHORT = [
 ]
 SMALL = ["--data.eval_rows=4", "--num_threads=1", "--checkpoint_minutes=0", "--report_minutes=0", *SHORT]
 FEW = [f"--{stage}.prompts_per_step=4" for stage in ("sft", "dpo", "grpo", "ppo")]
-ROWS = "ROWS"  # replaced by a folder with two row files
+ROWS = "ROWS"  # placeholder for a folder with two data files
 RUNS = {  # name: (processes, recipe, options)
     "default": (1, "shapes.yaml", []),
     "mpo": (1, "shapes_mpo.yaml", []),
@@ -48,7 +48,7 @@ RUNS = {  # name: (processes, recipe, options)
 }
 
 
-# random weights rarely give two completions the same score
+# completions rarely get equal rewards, even with random weights
 REWARD = "def letters(completions, **columns):\n    return [len({*text}) / 10 for text in completions]\n"
 
 
@@ -64,7 +64,7 @@ def write_rows(folder: Path):
 
 
 def hash_of(checkout: Path, name: str, rows: Path) -> str:
-    """Train a run in a checkout; return a hash of weight files and metrics."""
+    """Train one of RUNS in a checkout; return a hash of weight files and metrics."""
     processes, recipe, options = RUNS[name]
     launcher = [sys.executable]
     if processes > 1:

@@ -3,11 +3,10 @@
     python benchmarks/same_curve.py --json docs/papers/same_curve.json    # an hour on one core; needs .[test]
     python benchmarks/same_curve.py --toy                                 # two steps of both
 
-SFT trains one model, from which both trainers continue, with the same rows in the same order and the same options,
-which nobody tuned. The same function evaluates both on the same held-out pictures, while the clock stops. A run is a
-process with one thread, and the trainers alternate. TRL has its defaults, except for method options, and for options
-that make it faster on a CPU: all completions of a step in one batch, no gradient checkpointing. Its processor needs no
-torchvision.
+Both trainers start from the same SFT model, with the same rows in the same order and the same options, which were not
+tuned. The same function evaluates both on the same held-out images, while the clock is stopped. A run is a process with
+one thread, and the trainers alternate. TRL has its defaults, except for method options, and for options that make it
+faster on a CPU: all completions of a step in one batch, no gradient checkpointing. Its processor needs no torchvision.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from minivlmrl.run.loop import run_training  # noqa: E402
 
 SIDES = ("minivlmrl", "TRL")
 ACCURACY = "eval/accuracy_sampled"
-# steps, steps between evaluations, held-out pictures, SFT steps
+# steps, steps between evaluations, held-out images, SFT steps
 FULL, TOY = (160, 20, 256, 40), (2, 1, 4, 1)
 
 
@@ -61,7 +60,7 @@ class Clock:
 
 
 class Recorder(Callback):
-    """Record rows in our run, and CPU seconds before evaluations."""
+    """Record row indices and CPU seconds in a minivlmrl run."""
 
     def __init__(self):
         self.rows, self.seconds = [], []
@@ -180,10 +179,10 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
 
 
 def compare(runs: list[dict]) -> dict:
-    """Test whether mean accuracies after the first step differ between the sides, over all permutations of the runs.
+    """Run a permutation test: does the mean accuracy after step 0 differ between the trainers?
 
     Returns:
-        Mean per side, and share of permutations with at least the measured difference.
+        Mean per trainer, and p, the share of permutations with at least the measured difference.
     """
     means = [(run["side"], statistics.mean(run["accuracy"][1:])) for run in runs]
     ours, theirs = ([mean for side, mean in means if side == name] for name in SIDES)

@@ -1,9 +1,9 @@
-"""Train recipes/sums.yaml with several seeds and a control, and ask the models other questions before and after.
+"""Train recipes/sums.yaml with several seeds and a control, and ask unrelated questions before and after training.
 
     python benchmarks/sums.py vlm work --seeds 0 1 --json docs/curves/sums.json    # half an hour a run on one core
 
 `vlm` is a folder written by recipes/from_text_model.py. `work` keeps all outputs, and finished runs are not repeated.
-In the control, rewards are permuted in every step.
+In the control run, rewards are shuffled in every step.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RUNS = {
     "grpo": [],
     "shuffled rewards": ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"],
 }
-# {question: text that the answer must contain}, without arithmetic, chosen before the first run
+# {question: regular expression for a correct answer}, without arithmetic, chosen before the first run
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "What color do you get if you mix blue and yellow?": "[Gg]reen",
@@ -73,7 +73,7 @@ def train(model: Path, work: Path, folder: Path, seed: int, options: list[str]) 
 
 
 def ask(model: Path, work: Path, name: str) -> dict:
-    """Answer held-out rows, new kinds of rows and other questions greedily; `name` is for the files."""
+    """Answer held-out rows, new kinds of rows and QUESTIONS greedily; output file names start with `name`."""
     found = {}
     correct = defaultdict(list)
     for part in ("eval", "new", "questions"):

@@ -6,9 +6,9 @@
 
 recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
 rows in the same order, and with the recipe's method options. Its base model has bfloat16 weights, its adapters float32,
-and both compute in bfloat16; with --dtype float32, all of these are float32. --batch is TRL's completions per forward
-and backward pass. Runs end after --steps steps in a schedule of 40, without saving a model. Accuracy is over a step's
-128 completions, before the update.
+and both compute in bfloat16; with --dtype float32, all of these are float32. --batch is the number of completions per
+forward and backward pass in TRL. Runs end after --steps steps in a schedule of 40, without saving a model. Accuracy is
+over a step's 128 completions, before the update.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Record:
 
 
 class OurRecord(Callback):
-    """Record our run."""
+    """Record a minivlmrl run."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options

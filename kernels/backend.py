@@ -1,6 +1,6 @@
-"""Choose between a kernel's torch and Triton code, and import Triton if possible.
+"""Choose between a kernel's PyTorch and Triton code, and import Triton if possible.
 
-Torch code runs on every device, and tests compare the Triton code with it. Triton runs on a GPU, or on a CPU in its
+PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its
 interpreter, which executes programs one by one with numpy. The environment variable MINIVLMRL_KERNELS selects:
 
     auto      (default) Triton for float32, float16 and bfloat16 tensors on a GPU, else torch
@@ -11,7 +11,7 @@ Before the first use of Triton on a GPU, verdicts.py compares all kernels with f
 stores the errors on disk. If a check fails, or the relative error is above 2 %, PyTorch replaces the kernel, with a
 warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST can disable the check:
 
-    1         (default) check once per GPU model, driver, version and source
+    1         (default) check once per GPU model, driver, version and source code
     0         use all kernels without a check
 """
 
@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here; these are substitutes without Triton. Importing Triton takes 70 MiB, so
-# it is imported only with a GPU, on request by an environment variable, or if it already was.
+# Kernel files import tl and triton from here; without Triton, these are placeholders. Importing Triton takes 70 MiB, so
+# it is imported only if there is a GPU, if an environment variable requests it, or if it is already imported.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -129,14 +129,14 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # any error: a kernel launch would raise it, too
+    except Exception as error:  # any error, because a kernel launch would raise the same
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device, to a GPU from pinned memory, so that the CPU does not wait."""
+    """Copy a tensor to a device; for a GPU, through pinned memory, so that the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:

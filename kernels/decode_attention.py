@@ -1,4 +1,4 @@
-"""Triton kernels for decoding attention, one new token per row (unfinished completion).
+"""Triton kernels for attention while decoding, with one new token per row (unfinished completion).
 
 A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
@@ -6,7 +6,7 @@ Derivation. The keys are divided into parts. For part j, with scores s_i = q k_i
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-All parts are computed at once, because they are independent. With e_j = m_j + log2 l_j, a second, small kernel computes
+All parts are independent, so they are computed in parallel. With e_j = m_j + log2 l_j, a second, small kernel computes
 attention over all keys:
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
@@ -30,7 +30,7 @@ PROGRAMS = 128
 MAX_PARTS = 32  # maximum number of key parts
 TILE = 64  # maximum queries per program
 KEY_BLOCK = 32  # keys read at once
-WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # warps per program, by head_dim
+WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
 STAGES = 2  # prefetched key blocks (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
@@ -141,7 +141,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if the kernels support q (R, H, D)."""
+    """Check whether the kernels support q (R, H, D)."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
@@ -158,7 +158,7 @@ class WorkSplit(NamedTuple):
 def split_work(k: Tensor, queries: int) -> WorkSplit:
     """Divide keys k (B, K, T, D) and their queries among about PROGRAMS programs."""
     (B, K, T, _) = k.shape
-    # at least 16 rows, as matrix instructions need
+    # matrix instructions need at least 16 rows
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
@@ -170,7 +170,7 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention from new tokens to their prompts and completions; see DecodeAttention. Requires `fits`.
+    """Compute attention from new tokens to their prompts and completions, if fits(q); see DecodeAttention.
 
     Args:
         q: (R, H, D), R / B consecutive rows per prompt.

@@ -26,8 +26,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index] (*index.shape, ...) for x (N, ...), with a fast backward pass.
 
-    F.embedding's backward is 17 times faster on a CPU, but can give wrong gradients on a GPU above 1,024 indices
-    (pytorch issue 187687).
+    On a CPU, F.embedding's backward is 17 times faster than indexing. On a GPU, it can give wrong gradients for more
+    than 1,024 indices (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -75,13 +75,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # last query with all keys; in F.scaled_dot_product_attention, is_causal=True gives the first query only one key
+        # the last query attends to all keys, but with F.scaled_dot_product_attention, the first query to only one key
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
     if is_causal and L == T:
         if not has_flash_attention(q, k, v):
-            # SDPA's memory-efficient kernel, which stores no scores, needs equal numbers of heads
+            # SDPA's memory-efficient kernel, which stores no scores, needs as many key heads as query heads
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, mask = stack_queries(q, k, is_causal)
@@ -118,7 +118,7 @@ class FlashOutput(NamedTuple):
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if flash_attention supports device, dtype and head dimension.
+    """Check whether flash_attention supports device, dtype and head dimension.
 
     The meta device counts as an NVIDIA GPU, for memory estimates. False on Apple GPUs, where PyTorch returns no
     log-sum-exp, and on AMD GPUs, where it is not tested.
@@ -161,7 +161,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute q, k and v gradients with PyTorch's fused backward kernel.
 
-    `k` and `v` may be part of the keys and values if `result` is for all: the kernel recomputes attention weights as
+    `k` and `v` may be a part of the keys and values behind `result`, because the kernel recomputes attention weights as
     exp(score - log-sum-exp).
 
     A score's gradient is weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the

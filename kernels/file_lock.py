@@ -1,4 +1,4 @@
-"""File locks: only one process at a time checks the kernels, or writes into a run's folder."""
+"""File locks, so that only one process at a time checks the kernels or writes into a run folder."""
 
 from importlib.util import find_spec
 from typing import IO
@@ -8,7 +8,7 @@ def lock_file(file: IO, wait: bool) -> None:
     """Lock an open file until it is closed.
 
     Args:
-        wait: wait for other processes; never on Windows.
+        wait: whether to wait for other processes. If True on Windows, nothing is locked.
     Raises:
         BlockingIOError: another process has the lock, and `wait` is False.
     """

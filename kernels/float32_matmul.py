@@ -1,4 +1,4 @@
-"""Products of bfloat16 or float16 matrices with float32 results.
+"""Matrix products of bfloat16 or float16 inputs with float32 results.
 
 GPUs sum bfloat16 products in float32; float32_matmul returns that sum unrounded. Rounding to bfloat16 would change
 logits near 20 by up to 0.06, and Qwen2.5's attention scores near 220 by up to 0.5.
@@ -35,10 +35,10 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 @cache
 def has_float32_products(device: torch.device) -> bool:
-    """Return True if a device multiplies 16-bit matrices with a float32 result.
+    """Check whether a device can multiply 16-bit matrices with a float32 result.
 
-    True for NVIDIA GPUs since compute capability 8.0. Older GPUs are untested here, so a small product is tried; if it
-    fails, float32 copies are used instead, with a warning.
+    True for NVIDIA GPUs since compute capability 8.0. On older GPUs, a small product is tried. If it fails, float32
+    copies are used instead, with a warning.
     """
     # torch.mm, bmm and addmm have out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:

@@ -10,7 +10,7 @@ entropy. Backward recomputes a block, overwrites it with its gradient, and skips
 advantage, clipped ratio).
 
 Blocks fit into the processor's cache: on a CPU, a few tokens and the whole vocabulary; in Triton, up to 4,096 tokens
-and at least 2,048 ids. Then backward needs a float32 copy of the head's gradient for only one part of the vocabulary.
+and at least 2,048 ids. With Triton, backward needs a float32 copy of the head's gradient for only one block of ids.
 
 Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Their gradient is rounded to
 bfloat16, but gradients of hidden states and head are summed in float32.
@@ -55,7 +55,7 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # one tile in torch
+        self.tiles = slices(len(weight), width)  # only one without Triton
         self.hidden = hidden
         # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
@@ -103,9 +103,10 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # Fewer rows, more ids: small products do not fill a GPU. Above 8,192 ids, the head's float32 gradient is too large.
-    step = TILE // 4  # 1,024, which GPUs divide evenly
+    """Return the number of ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
+    # With fewer rows, use more ids, because small products do not fill a GPU. With more than 8,192 ids, the head's
+    # float32 gradient would be too large.
+    step = TILE // 4  # 1,024, a multiple of GPU tile sizes
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
 
@@ -131,7 +132,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
     Args:
         ids: (M,) tokens in all completions.
-        masks: per completion, (allowed ids per token, allowed ids, concatenated).
+        masks: per completion, (number of allowed ids per token, concatenated allowed ids).
     Returns:
         (2, K), pairs (token index 0..M-1, allowed id).
     """
@@ -141,7 +142,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # plus the tokens themselves: tool tokens have no other allowed id
+    # also allow the tokens themselves, because tool tokens have no other allowed id
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -183,7 +184,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# memory estimates do not see blocks inside a custom operator: extras/memory/estimate.py adds piece_bytes
+# memory estimates do not see blocks inside a custom operator, so extras/memory/estimate.py adds piece_bytes
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -207,8 +208,8 @@ def _linear_log_softmax_backward(
     """Return gradients of hidden states and head, empty if not needed."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Skip tokens without gradient, only on a CPU: on a GPU, the CPU would wait for their number. Not with a sampling
-    # mask, which contains token indices.
+    # Skip tokens without gradient, but not on a GPU, where the CPU would have to wait for their number, and not with a
+    # sampling mask, which contains token indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):

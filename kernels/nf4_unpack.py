@@ -1,6 +1,6 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) in one pass over memory.
 
-A byte holds two indices into a table with 16 values, the first in the upper 4 bits. 64 values, a block, share a scale:
+A byte holds two indices into a table with 16 values, the first in the upper 4 bits. A block of 64 values has a scale:
 table[index] * group_scale + offset, with an 8-bit index into a table with 256 numbers. 256 blocks share group_scale, a
 float32. Unpacking to bfloat16 moves 2.6 bytes per weight; separate torch operations move 24.
 """
@@ -36,7 +36,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values: (n,) in `dtype`.
 
-    Bit-identical to model/nf4.py, because the kernel multiplies and adds in two separate steps.
+    Bit-identical to unpack_nf4 in model/nf4.py, because the kernel does not fuse multiplications and additions.
 
     Args:
         packed: (n / 2,) bytes with two values each.

@@ -99,8 +99,8 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# Programs read a row in blocks of 8 x 1,024 logits. The 1,024 columns have their own maximum and sums, combined only
-# after the loop, because combining columns makes threads wait.
+# Programs read a row in blocks of 8 x 1,024 logits. Each of the 1,024 columns has its own maximum and sums. They are
+# combined only after the loop, because combining columns makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -127,7 +127,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Return a row's largest logit, sum_j 2^d_j and sum_j d_j 2^d_j, d_j = logit j - largest logit, all in base 2."""
+    """Return a row's largest logit, sum_j 2^d_j and sum_j d_j 2^d_j for d_j = logit j - largest logit, in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -175,7 +175,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # at most 0: rounding can make log-probabilities slightly positive
+        # clamp to 0, because rounding can make log-probabilities slightly positive
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -191,7 +191,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient of a row of logits; it may overwrite them."""
+    """Compute the gradient of a row of logits; the output may overwrite the logits."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -204,7 +204,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # zeros, without reading logits, if the upstream gradients are 0
+    # if the upstream gradients are 0, write zeros without reading logits
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -226,13 +226,13 @@ def _differentiate_kernel(
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
-    """Compute log-probabilities and entropies in Triton, from the next part of the vocabulary.
+    """Compute log-probabilities and entropies in Triton, one part of the vocabulary per call.
 
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
         parts: (4, N) float32, memory for intermediate results, None for a single part.
-        last: True for the last part.
+        last: whether this is the last part.
     Returns:
         Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; an empty
         tuple before the last part.

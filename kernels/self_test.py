@@ -1,4 +1,4 @@
-"""Compare bfloat16 products and Triton kernels with float64 on the CPU, for the sizes of real models.
+"""Compare bfloat16 matrix products and Triton kernels with float64 on the CPU, for sizes in real models.
 
     python -m minivlmrl.kernels.self_test                              # everything, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
@@ -165,7 +165,7 @@ def main(device: str = "cuda:0", *kernels: str) -> int:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
         except Exception as error:  # any error, such as one from CUDA, is a failure
-            # without the three lines of general advice that CUDA appends
+            # drop the three lines of general advice that CUDA appends
             message, *_ = str(error).splitlines() or [""]
             print(f"{type(error).__name__}: {message}", flush=True)
             return 1

@@ -1,4 +1,4 @@
-"""Attention for completions with the same prompt: one product of all their queries with the prompt keys.
+"""Attention for completions that share a prompt, with one product for all their queries and the prompt keys.
 
 Dimensions: R rows (completions), B prompts, K key heads, h query heads per key head, H = K h, P prompt tokens, C
 completion tokens, D head dimension.
@@ -44,7 +44,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 
 
 class PromptSlots:
-    """Convert between a row per completion and a padded row per prompt.
+    """Convert between one row per completion and one padded row per prompt.
 
     Args:
         prompt_index: (R,) prompt index per completion, ascending, on the CPU, which would otherwise wait for a GPU.
@@ -59,7 +59,7 @@ class PromptSlots:
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # whether all prompts have equally many completions
+        # whether all prompts have the same number of completions
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to their whole prompt, and causally to their own tokens.
 
-    PyTorch's fused kernel stores no scores. Small inputs on a CPU use grouped_attention. Where the fused kernel is not
-    supported (float32 on a GPU), prompt keys are copied per completion.
+    By default, this calls PyTorch's fused kernel, which stores no scores. Small inputs on a CPU use grouped_attention.
+    Without a fused kernel (float32 on a GPU), prompt keys are copied per completion.
 
     Args:
         q: (R, H, C, D) completion queries.
         k, v: (R, K, C, D) completion keys and values.
         prompt_k, prompt_v: (B, K, P, D) prompt keys and values.
-        slots: completion -> prompt.
+        slots: maps completions to prompts.
     Returns:
         (R, H, C, D) attention outputs.
     """

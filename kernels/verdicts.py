@@ -24,7 +24,7 @@ from minivlmrl.kernels.file_lock import lock_file
 BUSY = "busy or unavailable"  # CUDA's error for a second process on a GPU in exclusive mode
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds per kernel check
-# seconds until a failed check is repeated: the GPU may only have been out of memory
+# seconds until a failed check is repeated, because the GPU may only have been out of memory
 RETRY_AFTER = 3600
 
 
@@ -75,7 +75,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables can change kernels; TRITON_PTXAS_PATH selects the assembler
+    # Triton's environment variables can change kernels: TRITON_PTXAS_PATH selects the assembler
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 

@@ -11,11 +11,11 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
 Triton's backward recomputes attention weights in registers, so only q, k and v are saved. A program computes one head
-in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16: compiler bug in Triton 3.6
-and 3.7 (triton-lang/triton#11366).
+in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16, because of a compiler bug in
+Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-Windows of eight photographs on an H200, forward and backward: 1 ms in one call of varlen_attn, 39 ms in 128 calls of
-scaled_dot_product_attention.
+For windows in eight photographs on an H200, forward and backward take 1 ms with one varlen_attn call, and 39 ms with
+128 scaled_dot_product_attention calls.
 """
 
 import math
@@ -28,12 +28,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# maximum segment length and head dimension for Triton, which keeps them in registers; 16 bits only, float32 uses torch
+# Triton keeps segments in registers, so segment length and head dimension are limited, and float32 uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Neighbors of equal length share an attention call, which costs as much as sorting 128 tokens on a CPU. With fewer
-# tokens per call, segments are sorted by length.
+# Adjacent segments with equal length share an attention call, which costs as much as sorting 128 tokens on a CPU. If
+# calls would have fewer tokens, segments are sorted by length.
 TOKENS_PER_CALL = 128
 
 
@@ -45,7 +45,7 @@ class Segments:
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         # (segments + 1,) first token per segment, then the number of tokens
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, tokens) for neighbors of equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
+        # (segment length, tokens) for adjacent segments with equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         # (T,) token order by segment length, and its inverse; None = not sorted
         self.order = self.inverse = None
@@ -87,7 +87,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# segments are padded to ROWS tokens, heads to COLUMNS elements, powers of two
+# segments are padded to ROWS tokens, and heads to COLUMNS elements, both powers of two
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -242,7 +242,7 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within segments, with scores scaled by D^-1/2.
 
-    Triton for float16 and bfloat16, up to 64 tokens per segment and 128 elements per head; else varlen_attn on an
+    Uses Triton for float16 and bfloat16, up to 64 tokens per segment and 128 elements per head; else varlen_attn on an
     NVIDIA GPU, for mixed lengths up to 64 tokens; else one attention call per run of equal lengths.
 
     Args:

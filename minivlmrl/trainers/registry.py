@@ -16,7 +16,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer for an item in `stages`: a key in TRAINERS, or file.py:Class."""
+    """Import the trainer for an entry in `stages`: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)

@@ -10,7 +10,7 @@ Shapes:
     this rank      B prompts, n = B * G samples in prompt order; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define `build_micro_batches`, with advantages, and `loss`.
+GRPOTrainer and PPOTrainer define `build_micro_batches`, which computes advantages, and `loss`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class RolloutTrainer(Trainer):
             self.reward_model = reward_models().RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if one frozen vision tower serves all models, with one pass per image."""
+        """Check whether all models share a frozen vision tower, which then encodes images only once."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.config.reference.path is None and REWARD_MODEL not in self.config.rewards
 
@@ -110,7 +110,7 @@ class RolloutTrainer(Trainer):
 
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # not in the generator: trial_batches needs them earlier
+        self.batches = batches  # not set in the generator, because trial_batches needs it earlier
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -136,7 +136,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # different rewards in all groups, because groups with equal rewards may be dropped
+        # rewards differ within groups, because groups with equal rewards may be dropped
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -244,8 +244,8 @@ class RolloutTrainer(Trainer):
         """Compute the mean entropy, and differences between trainer and sampler log-probabilities, in nats.
 
         Args:
-            old_logps: (R, T) from the trainer, before the update.
-            entropies: (M,) from the policy, at completion tokens.
+            old_logps: (R, T) trainer log-probabilities before the update.
+            entropies: (M,) policy entropies at completion tokens.
         """
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()

@@ -11,7 +11,7 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# summed over micro-batches; see GRPOTrainer.over_step
+# metrics to sum over micro-batches; see GRPOTrainer.over_step
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 
@@ -53,7 +53,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Measure how rewards spread over all completions, as in TRL, and within groups.
+    """Compute the spread of rewards over all completions, as in TRL, and within groups.
 
     Args:
         total: (n,) weighted reward sums on all ranks.
@@ -70,7 +70,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Return metrics logged by reward functions, averaged over all ranks, and empty the log."""
+    """Return metrics logged by reward functions, averaged over all ranks, and clear the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
