@@ -1,6 +1,6 @@
-"""Is your loss right? Is a step of your trainer right? `parity` recomputes losses and steps, and names mistakes.
+"""Check your loss, or a step of your trainer: `parity` recomputes it and names mistakes.
 
-Known mistakes: names.py.
+names.py lists the known mistakes.
 
 | you have | call | in a shell |
 |---|---|---|

@@ -1,7 +1,7 @@
-"""Check the laws of correct losses, without recorded numbers or a reference loss.
+"""Check a loss against laws, without recorded numbers or a reference loss.
 
-A law is a generator of findings about a loss. It tries small batches first, so a finding shows the smallest batch
-with the error.
+A law is a property of all correct losses, such as that padding changes nothing. Small batches are tried first, so a
+finding shows the smallest batch with the error.
 
     all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
     policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
@@ -25,7 +25,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """Findings for a loss."""
+    """Findings about a loss."""
 
     findings: dict[str, list[Finding]]  # {tried law: findings}
 
@@ -56,17 +56,17 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check the laws of correct losses; return how many were tested.
+    """Check a loss against laws; return how many were tested.
 
     Args:
         my_loss: loss as in `check`.
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options, such as loss_type="dapo". With a loss_type, its average and its bounds are also laws.
+        options: loss options, such as loss_type="dapo". If loss_type is given, its average and bounds are also checked.
 
     Raises:
-        AssertionError: broken laws; the message has a sentence per law, with the smallest batch.
+        AssertionError: laws are broken; the message describes each one with the smallest batch.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
@@ -79,7 +79,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check the laws as in `laws`; return a report that also lists notes and untested laws."""
+    """Like `laws`, but return a report that includes notes and untested laws."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

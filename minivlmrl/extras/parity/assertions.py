@@ -1,6 +1,6 @@
-"""Assertions to test your own trainer, on tensors or NumPy arrays.
+"""Assertions for testing your own trainer, with tensors or NumPy arrays.
 
-With `__tracebackhide__`, pytest shows the calling line.
+`__tracebackhide__` makes pytest show the caller's line.
 """
 
 from collections.abc import Callable
@@ -30,24 +30,24 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
     """Assert that a gradient does not depend on the split into micro-batches, or ranks.
 
     Args:
-        gradients: function from lists of row indices, one per part, to {name: tensor}; accumulates the gradients as
-            your trainer does.
-        rows: rows in the step, at least 2.
+        gradients: function that gets one list of row indices per part, accumulates gradients as your trainer does, and
+            returns {name: tensor}.
+        rows: number of rows in the step, at least 2.
         tolerance: maximum difference, relative to the largest gradient in the whole step.
-        sizes: how many parts to try, default 2, rows - 1 and rows.
+        sizes: numbers of parts to try, default 2, rows - 1 and rows.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split the rows, as in [[0, 2, 4], [1, 3]]; return split and gradients."""
+        """Split the rows, as in [[0, 2, 4], [1, 3]]; return the parts and their gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # 8 rows in 7 parts: one part has two rows, so equal weights for parts change the gradient
+    # 8 rows in 7 parts: one part has two rows, so weighting parts equally changes the gradient
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -64,7 +64,7 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
 
 
 def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: float) -> str:
-    """Describe how micro-batch gradients differ from the whole step; "" if their sum or mean is equal.
+    """Describe how micro-batch gradients differ from the step gradient; return "" if their sum or mean matches.
 
     Args:
         gradient: function from a batch to the loss gradient with respect to per_token_logps.
@@ -84,7 +84,7 @@ def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: f
 
 
 def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[list[int]], is_mean: bool) -> dict:
-    """Return the gradient sum over micro-batches, or the mean over rows."""
+    """Accumulate gradients over micro-batches: their sum, or their mean weighted by rows."""
     slope = torch.zeros_like(batch["per_token_logps"])
     for rows in parts:
         share = len(rows) / len(slope) if is_mean else 1.0
@@ -95,7 +95,7 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
     """Assert that a loss, replayed on a recorded GRPO step, does not depend on the split into micro-batches.
 
-    For 1, 2, n - 1 and n micro-batches, the gradients must add up, or their mean over rows must be the same.
+    With 1, 2, n - 1 and n micro-batches, gradients must have the same sum, or the same mean over rows.
 
     Args:
         my_loss: loss as in `check`, called with whole_step=False and the totals for the step.

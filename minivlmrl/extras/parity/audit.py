@@ -1,6 +1,6 @@
 """Recompute a recorded optimizer step, and name bugs that explain differences.
 
-The loss is recomputed from recorded advantages: wrong advantages must not make a correct loss look wrong.
+The loss is recomputed from recorded advantages, so that wrong advantages do not make a correct loss look wrong.
 """
 
 import math
@@ -27,7 +27,7 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# {stage: earlier stages}: skip it if one of them is wrong
+# {stage: earlier stages}: skip the stage if one of them is wrong
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
 SECONDS = 30.0  # search limit per stage, on the command line
 
@@ -40,10 +40,10 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    explained: Sequence[Bug] = ()  # known bugs behind the wrong numbers
-    again: bool = False  # same bug as in an earlier stage
-    groups: int = 0  # differing independent groups, see count_groups
-    has_ended: bool = False  # search reached its time limit
+    explained: Sequence[Bug] = ()  # known bugs that explain the wrong numbers
+    again: bool = False  # whether an earlier stage has the same bug
+    groups: int = 0  # number of differing groups, see count_groups
+    has_ended: bool = False  # whether the search reached its time limit
 
     @property
     def ok(self) -> bool:
@@ -94,15 +94,15 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # other tokens have other places
+            d.sampled = None  # sampled ids cannot be aligned with different tokens
     return findings
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for bugs behind wrong numbers in a stage."""
+    """Search for bugs that explain a stage's wrong numbers."""
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # one bug in two stages is likelier than two bugs
+        # try bugs from earlier stages: one bug is likelier than two
         known = [bug for bug in earlier.explained if names & bug.of.stage_names()]
         finding.explained = [again for bug in known for again in fits(finding.stage, d, bug)]
         if finding.explained:
@@ -144,7 +144,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return notes on autocast and on sampling filters, such as top_k."""
+    """Return notes about autocast and sampling filters such as top_k."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:

@@ -1,4 +1,4 @@
-"""Call a loss for `parity`: value, gradient, and names of the arguments it reads."""
+"""Call a loss, and record its value, its gradient and the arguments that it reads."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.grpo import LossNormalizer
 
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options unknown to grpo_loss
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # case options that grpo_loss does not accept
 
 
 class Arguments(dict):
-    """Loss arguments by name; `read` collects the names that the loss reads."""
+    """Dict of loss arguments; `read` collects the names that the loss reads."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -30,7 +30,7 @@ class Arguments(dict):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names: without it, `**arguments` would not call __getitem__."""
+        """Iterate over names; without this method, `**arguments` would not call __getitem__."""
         return super().__iter__()
 
     def items(self):
@@ -38,11 +38,11 @@ class Arguments(dict):
         return super().items()
 
     def __or__(self, other: dict) -> "Arguments":
-        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would read all values
+        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would mark all names as read
 
 
 def converted(arguments: dict, convert: Callable) -> Arguments:
-    """Convert all values of a dict or Arguments, without adding to `read`."""
+    """Convert all values, without marking their names as read."""
     values = {name: convert(x) for name, x in dict.items(arguments)}
     return Arguments(values, getattr(arguments, "read", set()))
 
@@ -50,20 +50,20 @@ def converted(arguments: dict, convert: Callable) -> Arguments:
 def loss_and_gradient(
     my_loss: Callable, batch: dict[str, Tensor], options: dict, read: set[str] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, a scalar, and its gradient with respect to per_token_logps, both detached.
+    """Return the scalar loss and its gradient with respect to per_token_logps, both detached.
 
     Args:
         my_loss: loss in a form from config/loss_forms.py.
         batch: tensors by name; the loss gets copies.
         options: options by name.
-        read: collects names of tensors and options that the loss reads.
+        read: set that collects the names of tensors and options that the loss reads.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     read = set() if read is None else read
-    # the loss may change its arguments in place
+    # pass copies: the loss may change its arguments in place
     copies = {name: x.clone() for name, x in batch.items()} | {"per_token_logps": logps.clone()}
     try:
         loss = call(my_loss, Arguments(copies, read), Arguments(options, read))
@@ -75,15 +75,15 @@ def loss_and_gradient(
         raise
     if not isinstance(loss, Tensor) or loss.dim():
         raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
-    # + 0 * logps: autograd raises an error for a loss without a gradient
+    # + 0 * logps: autograd would fail for a loss without a gradient
     [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     return loss.detach(), gradient
 
 
 def call(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call a loss in its form, see config/loss_forms.py; drop metrics.
+    """Call a loss in a form from config/loss_forms.py, and drop its metrics.
 
-    Like in a run, a loss in the form of grpo_loss gets only arguments for its parameters.
+    As in training, a loss like grpo_loss gets only the arguments that it has parameters for.
     """
     if "advantages" not in batch or takes_batch(my_loss):
         returned = my_loss(batch, options)

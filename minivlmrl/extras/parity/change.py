@@ -12,9 +12,9 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` of formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
+    """Argument `s` in formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
 
-    Its attributes are the given values, then those of `place` and its loss options, then tensors in the step.
+    Attributes are looked up in the given values, then in `place` and its loss options, then in the step.
     """
 
     def __init__(self, step, place=None, **values):
@@ -37,13 +37,13 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
-        """Return a quantity as a trainer with the bug computes it; `x` is the correct value.
+        """Return the quantity `name` as a trainer with the bug computes it; `x` is the correct value.
 
         A replacement is one of:
-            - a value, "{c}" is the fitted number;
+            - a value, or "{c}" for the fitted number;
             - a formula, such as `lambda s: s.c * s.x`; the search fits the number c;
             - (kind, part, None) to reorder x, for example by "the next row in its group";
-            - (kind, part, formula) to change `s.region`, the affected part: a mask or, for models, a function that
+            - (kind, part, formula) to change only `s.region`: a mask or, for models, a function that
               tests parameter names.
         """
         if name not in self:
@@ -62,7 +62,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or an empty Change if it is limited to a computation other than `use`."""
+        """Return this bug, or an empty Change if the bug is limited to a computation other than `use`."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -71,7 +71,7 @@ class Change(dict):
 
 
 def composed(first: Any, then: Any) -> Any:
-    """Combine two bugs into one; None if they contradict each other, like two fixed values for beta."""
+    """Combine two bugs into one; return None if they conflict, as two fixed values for beta do."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -87,7 +87,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def numbered(change: dict) -> dict:
-    """Insert the fitted number c into formulas: a combined bug may have two numbers."""
+    """Bind the fitted number c in formulas, because a combined bug may have two such numbers."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

@@ -1,7 +1,7 @@
-"""Check the losses in a folder with somebody's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
+"""Check the losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
-A function or method may be a loss if it takes log-probabilities and advantages, or sums of chosen and rejected
-log-probabilities. Arguments are bound by name, in the usual layouts; compile_alone.py says what runs.
+A function may be a loss if it takes log-probs and advantages, or sums of chosen and rejected log-probs. Arguments are
+recognized by name and passed in common layouts. compile_alone.py says which code is executed.
 """
 
 import ast
@@ -23,13 +23,13 @@ from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
-TRIED = 2  # close TRL losses to compare a function with
-# (advantage shape, whether the mask is boolean); the last three only if no other fits
+TRIED = 2  # number of closest TRL losses to compare a function with
+# (advantage shape, whether the mask is boolean); the last three are tried only if the first two do not fit
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# meanings of argument, attribute and key names; first match counts
+# (regex for argument, attribute and key names, meaning); the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -55,7 +55,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# other settings in projects
+# values for other settings in projects
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
@@ -66,7 +66,7 @@ def meaning(name: str, table: tuple) -> str | None:
 
 
 class Answers:
-    """Stand-in for a config, batch or trainer: tensors and numbers by name, None for other names."""
+    """Stand-in for a config, batch or trainer; looks up values by name, None if unknown."""
 
     def __init__(self, case: "Case"):
         vars(self)["_case"] = case
@@ -97,13 +97,13 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return the value for a name, or None; `logps`: meaning of log-probabilities without a policy name."""
+        """Return the value for a name, or None; `logps` is the meaning of ambiguous log-prob names."""
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
         if re.search(CONFIGS, name):
             return Answers(self)
-        if name == "global_batch_info":  # verl: divisors for the whole step
+        if name == "global_batch_info":  # verl's divisors for the whole step
             return {"batch_num_tokens": self.options.get("tokens"), "global_batch_size": len(self.batch["mask"])}
         number = meaning(name, NUMBERS)
         return self.options.get(number) if number else OTHERS.get(name)
@@ -126,7 +126,7 @@ class Case:
 
 @dataclass
 class Candidate:
-    """Function, or method of `owner`, that may be a loss."""
+    """Function or method (of class `owner`) that may be a loss."""
 
     names: Names
     node: ast.FunctionDef
@@ -149,7 +149,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Return a loss f(batch, options) that calls the function in a layout."""
+        """Return a loss f(batch, options) that calls the function with arguments in this layout."""
         arguments = [x for x in ast.walk(self.node.args) if isinstance(x, ast.arg)]
         choices = {x.arg: first_choice(x) for x in arguments if first_choice(x) is not None}
 
@@ -163,7 +163,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # the first are those of the policy
+                    logps = "old"  # the first log-probs are the policy's
                 if x is not None:
                     given[name] = x
                 elif parameter.default is parameter.empty:
@@ -174,7 +174,7 @@ class Candidate:
 
 
 def first_choice(argument: ast.arg) -> str | int | None:
-    """Return 0 for a number, else the first text in an annotation such as Literal["token", "seq"]."""
+    """Return 0 for a numeric annotation, or the first string in one such as Literal["token", "seq"]."""
     annotation = ast.unparse(argument.annotation) if argument.annotation else ""
     if annotation in ("float", "int", "bool"):
         return 0
@@ -194,7 +194,7 @@ def scalar(result, mask, options: dict):
 
 
 def candidates(clone: Clone) -> Iterator[Candidate]:
-    """Yield functions and methods with parameters like a loss."""
+    """Yield functions and methods whose parameters look like a loss."""
     for names in clone.files:
         for node in names.tree.body:
             methods = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -235,13 +235,13 @@ class Audited:
 
 
 def audit_clone(folder: Path, name: str = "", **limit: float) -> Iterator[Audited]:
-    """Compare functions in a folder with TRL losses, one after another; `name`: part of a function name."""
+    """Compare functions in a folder with TRL losses; `name` selects functions whose name contains it."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
                 try:
                     found = audit_candidate(candidate, **limit)
-                except Exception as error:  # from the project's code, or arguments do not fit
+                except Exception as error:  # the project's code failed, or its arguments do not fit
                     reason = f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}"
                     found = Audited(candidate, "not bound", reason)
             yield found
@@ -277,7 +277,7 @@ def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
-    """Return TRL's losses, closest first."""
+    """Sort TRL's losses by distance to the candidate, closest first."""
     loss = as_torch(candidate.loss(layout), candidate.framework)
     kind = candidate.kind
     read = set()

@@ -1,6 +1,6 @@
-"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone; name mistakes and designs.
+"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone, and name mistakes.
 
-`--laws` checks a loss by laws instead of recorded numbers, see all_laws.py.
+With `--laws`, a loss is checked against laws (all_laws.py) instead of recorded numbers.
 
 Exit status: 0 if all numbers agree and all laws hold, 1 if not, 2 if nothing could be compared. For a clone, 1 means a
 mistake or a broken law in a loss.
@@ -24,7 +24,7 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments; refuse combinations where one would have no effect."""
+    """Parse the arguments, and reject options that would have no effect."""
     says = "Check losses against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; the folder of a recorded step; or a "
@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict:
-    """Return the named options given on the command line."""
+    """Return those options in `names` that were given on the command line."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
@@ -82,13 +82,13 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     bridge = given(options, "framework", "tolerance")
     framework = bridge.get("framework", "torch")
-    with optional_dependency(framework, INSTALL.format(framework)):  # before the import in my_loss.py
+    with optional_dependency(framework, INSTALL.format(framework)):  # before my_loss.py imports the framework
         import_module(framework)
     try:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
     except Exception as error:
-        if user_error_message(error) is None:  # error in the loss itself
+        if user_error_message(error) is None:  # the loss itself failed
             traceback.print_exc()
             return 2
         raise
@@ -97,7 +97,7 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
 
 
 def check_clone(folder: Path, name: str, limit: dict[str, float]) -> int:
-    """Print a line per loss in a folder with code; return the exit status."""
+    """Check the losses in a code folder, and print one line for each; return the exit status."""
     found = []
     for audited in audit_clone(folder, name, **limit):
         print(audited, flush=True)

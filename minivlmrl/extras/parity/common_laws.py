@@ -21,7 +21,7 @@ from minivlmrl.extras.parity.examined import (
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
-    """Loss and gradient are finite."""
+    """Check that loss and gradient are finite."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
@@ -33,10 +33,10 @@ def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
 
 
 def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
-    """Yield a finding if the loss of a varied batch differs.
+    """Yield a finding if changing a batch with `vary` changes its loss or gradient.
 
     Args:
-        vary: function from a batch to (varied batch, function from its gradient to the batch's, text) triples.
+        vary: yields (changed batch, function that restores its gradient's layout, description).
     """
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -53,7 +53,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
 
 
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
-    """Masked tokens have no gradient, and their log-probabilities change nothing."""
+    """Check that masked tokens have no gradient and do not change the loss."""
     for batch, options in loss.batches():
         slope = loss.gradient(batch, **options)
         if loss.differ(slope * (1 - batch["mask"]), torch.zeros_like(slope)):
@@ -72,7 +72,7 @@ def other_masked_tokens(batch: dict) -> Iterator[tuple]:
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
-    """Three more padding columns change nothing."""
+    """Check that more padding does not change the loss."""
     yield from changed_by(loss, padded, "padding changes the loss")
 
 
@@ -83,7 +83,7 @@ def padded(batch: dict) -> Iterator[tuple]:
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
-    """Reordering the rows changes nothing."""
+    """Check that reordering the rows does not change the loss."""
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
 
@@ -92,12 +92,12 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Micro-batch gradients add up to the step gradient, or their mean over rows equals it.
+    """Check that the sum or mean over micro-batch gradients is the step gradient.
 
-    Losses divided by a count over the whole step need the sum; losses divided by the rows need the mean.
+    Losses divided by a count over the whole step need the sum; losses divided by their own rows need the mean.
     """
     if loss.given.get("whole_step"):
-        return  # user: loss is for whole steps only
+        return  # the user's loss only supports whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
     for mask in [*rows, 2 * rows[-1]]:  # at most 8 rows
         batch = random_batch(loss.kind, mask)
@@ -107,7 +107,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
             if not error:
                 continue
             says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-            # some trainers weigh micro-batches by tokens later; DAPO in TRL divides by tokens per step
+            # an error only if the loss uses step totals, as DAPO must: trainers may weight micro-batches later
             parts = [rows_of(batch, slice(i, i + 1)) for i in range(len(mask))]
             reads_totals = any(
                 loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -1,7 +1,7 @@
-"""Compile single functions from a folder with somebody's code, without importing its files.
+"""Compile single functions from another project's code, without importing its files.
 
-A function gets its global names on first use: functions, classes and literal constants in the folder, also compiled
-alone, and packages in IMPORTED. Nothing else in a file is executed.
+Global names are resolved on first use, to functions, classes and literal constants in the folder, also compiled alone,
+and to packages in IMPORTED. No other code is executed.
 """
 
 import __future__
@@ -18,12 +18,12 @@ from minivlmrl.errors import UserError
 
 IMPORTED = "torch numpy math functools itertools enum typing dataclasses collections contextlib jax mlx __future__"
 DENIED = "open exec eval compile input breakpoint"  # built-ins hidden from functions
-KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators that change numbers
+KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators to keep
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class Unknown:
-    """Global name that the folder does not define, such as a logger."""
+    """Placeholder for a global name that the folder does not define, such as a logger."""
 
     def __init__(self, name: str):
         self._name = name
@@ -49,7 +49,7 @@ class Names(dict):
         self.tree = tree
         self.path = path
         self.statements = {}
-        for node in reversed([*walk(tree.body)]):  # first one counts
+        for node in reversed([*walk(tree.body)]):  # reversed: the first definition counts
             self.statements.update(dict.fromkeys(bound_names(node), node))
 
     def imports(self, package: str) -> bool:
@@ -64,14 +64,14 @@ class Names(dict):
             return self[name]
         node = self.statements[name]
         module = ast.fix_missing_locations(ast.Module([alone(node) if isinstance(node, DEFINITIONS) else node], []))
-        # optimize=1: no asserts about config types
+        # optimize=1 removes asserts, for example about config types
         code = compile(module, self.path, "exec", __future__.annotations.compiler_flag, optimize=1)
         exec(code, self)
         return self.setdefault(name, Unknown(name))
 
 
 class ImportedNames(SimpleNamespace):
-    """Module in the folder, or not installed; attributes are found in the folder by name."""
+    """Stand-in for a module; its attributes are looked up by name in the folder."""
 
     def __getattr__(self, name: str):
         found = [names for names in self.clone.files if isinstance(names.statements.get(name), DEFINITIONS)]
@@ -85,7 +85,7 @@ class ImportedNames(SimpleNamespace):
 
 
 class Clone:
-    """Folder with Python files, without tests."""
+    """Python files in a folder, except tests."""
 
     def __init__(self, folder: Path):
         self.builtins = {name: x for name, x in vars(builtins).items() if name not in DENIED.split()}
@@ -95,7 +95,7 @@ class Clone:
             path = str(file.relative_to(folder))
             if re.search(r"(^|/)(tests?/|test_|\.)", path):
                 continue
-            with contextlib.suppress(SyntaxError, ValueError):  # written for another Python version
+            with contextlib.suppress(SyntaxError, ValueError):  # skip files for other Python versions
                 self.files.append(Names(self, ast.parse(file.read_text("utf-8")), path))
 
     def imported(self, name: str, names=None, local=None, fromlist=(), level: int = 0):
@@ -105,7 +105,7 @@ class Clone:
 
 
 def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, also inside `if` and `try`."""
+    """Yield statements, including those inside `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -113,7 +113,7 @@ def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> list[str]:
-    """Return the names bound by a statement, if it may be executed."""
+    """Return the names that a statement defines, [] if it must not be executed."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Check which tokens and images move which log-probabilities in a forward pass."""
+"""Check which log-probs in a forward pass depend on which tokens and images."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,22 +36,22 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report log-probabilities that change but should not.
+    """Change one token or image at a time, and report log-probs that change but should not.
 
-    A token may move only its own and later log-probabilities in its document, and must move the next one. An image may
-    move only later tokens in its document, and must move one. The probabilities of all values for a token must add up
-    to 1. `depends` therefore finds leaks between packed documents, rows, and the answers in a pair, masks that show
-    later tokens or padding, unshifted labels, and unused or exchanged images.
+    A token may change only its own and later log-probs in its document, and must change the next one. An image may
+    change only later log-probs in its document, and must change at least one. The probabilities of all values for a
+    token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and the answers in a pair,
+    masks that show later tokens or padding, unshifted labels, and unused or exchanged images.
 
-    The check needs a forward pass per token and per vocabulary entry, so take a tiny model. With only_images=True, it
+    The check needs a forward pass per token and per vocabulary entry, so use a tiny model. With only_images=True, it
     needs one per image, and the model may have any size.
 
     Args:
         logps: function (ids) -> (B, K), log-probabilities of the last K tokens per row, in nats, as your trainer
             computes them; with images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
         ids: (B, T), token ids.
-        document: (B, T), text number per token: a prompt with its answer, or one of several texts in a packed row; 0 is
-            padding.
+        document: (B, T), document number per token, 0 for padding. A document is a prompt with its answer, or one of
+            several texts in a packed row.
         pixel_values: (P, D), patches of all images, one image after the other.
         image_grid_thw: (N, 3), grid per image.
         image_token_id: placeholder id of images; placeholders are not changed.
@@ -60,10 +60,10 @@ def depends(
         only_images: change only images.
 
     Returns:
-        A sentence per fault, with its first place; empty if there are none.
+        A sentence per fault, with its first position; empty if there are none.
 
     Raises:
-        ValueError: the shapes of ids, document and log-probabilities do not fit, or the number of images.
+        ValueError: ids, document, log-probs or images have inconsistent shapes.
     """
     if ids.dim() != 2 or ids.shape != document.shape:
         raise UserError(
@@ -94,7 +94,7 @@ def depends(
 
 
 class Forward:
-    """Forward pass of a trainer, to call again with changed token ids and images."""
+    """A trainer's forward pass, to call again with changed token ids and images."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -118,20 +118,20 @@ class Forward:
         return [(row, self.first + column) for row, column in (~self.usual.isfinite()).nonzero().tolist()]
 
     def moved(self, *inputs: Tensor) -> list[Place]:
-        """Return the tokens whose log-probabilities change with these inputs."""
+        """Return the tokens whose log-probs change with these inputs."""
         change = (self(*inputs) - self.usual).abs()
         is_moved = ~(change <= self.tolerance)  # NaN counts as moved
         return [(row, self.first + column) for row, column in is_moved.nonzero().tolist()]
 
 
 def is_scored(document: Tensor, row: int, token: int) -> bool:
-    """Return whether a token has a trained log-probability: no first token in a document, no padding."""
+    """Return whether a token can have a log-prob: not padding, and not the first in its document."""
     number = document[row, token]
     return bool(number and token and document[row, token - 1] == number)
 
 
 def allowed_moves(forward: Forward, faults: Faults, document: Tensor, place: Place, says: str, *inputs) -> list[Place]:
-    """Return the tokens that an input at `place` moves and may move; record the others as faults."""
+    """Return tokens that the input at `place` affects and may affect; record others as faults."""
     row, token = place
     number = int(document[place])
     allowed = []
@@ -179,7 +179,7 @@ def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, 
     pixel_values, grids = forward.pictures
     parts = list(pixel_values.split(grids.prod(1).tolist()))
     parts[image] = -parts[image]
-    # a placeholder is scored before it is seen
+    # the first placeholder is predicted before the image is seen
     start = row, min(first + 1, last)
     allowed = allowed_moves(forward, faults, document, start, says, forward.ids, torch.cat(parts), grids)
     if all(token <= last for _, token in allowed):
@@ -187,8 +187,8 @@ def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, 
 
 
 def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
-    """Add up the probabilities of all values for a token, at the last possible position per row."""
-    # image placeholders need pixels, so they are not tried; they may have some probability
+    """Check that the probabilities of all values for a token add up to 1, at the last possible position per row."""
+    # image placeholders are not tried, as they need pixels, but may have some probability
     missing = 0.5 if forward.pictures else 0.0
     places = list(last_scored(forward, document, is_picture))
     totals = [0.0] * len(places)

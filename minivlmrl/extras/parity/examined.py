@@ -1,4 +1,4 @@
-"""Shared by all laws: the loss with its options, batches from small to large, and findings."""
+"""Code shared by all laws: the loss with its options, batches from small to large, and findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from minivlmrl.extras.parity.calling import loss_and_gradient
 
 SHOWN_NUMBERS = 12  # larger tensors are described by their shapes
-# batch masks from small to large, with right padding; some completions leave out other tokens, too
+# batch masks from small to large, with right padding; some also mask other tokens
 MASKS = (
     [[1]],
     [[1, 0]],
@@ -40,20 +40,20 @@ DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss; a note is about a property that some losses have on purpose."""
+    """Sentence about a loss; a "note" is about a property that some losses have on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
-    """Loss with options; calls return value and gradient for a batch."""
+    """Loss with options; calling it returns value and gradient for a batch."""
 
     def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
         self.my_loss = my_loss
         self.kind = kind
         self.tolerance = tolerance
-        self.given = given  # named by the user, for example loss_type="dapo"
+        self.given = given  # options given by the user, such as loss_type="dapo"
         self.read = set()  # names of options and tensors that the loss has read
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
@@ -62,7 +62,7 @@ class Examined:
             self.options["loss_type"] = [self.loss_type]  # list, as in the recorded cases
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-        """Return the loss, a scalar, and its gradient with respect to per_token_logps, detached."""
+        """Return the scalar loss and its gradient with respect to per_token_logps, both detached."""
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
@@ -72,7 +72,7 @@ class Examined:
         return self(batch, **options)[1]
 
     def differ(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
-        """Return whether two tensors differ by more than rounding. NaN is left to another law.
+        """Return whether two tensors differ by more than rounding. NaN is ignored.
 
         Args:
             tolerance: maximum difference, relative to max(1, largest number), None = self.tolerance.
@@ -82,7 +82,7 @@ class Examined:
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with options, from small to large; for policy losses without and with a KL."""
+        """Yield random batches with options, from small to large; for policy losses, without and with a KL."""
         for mask in MASKS:
             batch = random_batch(self.kind, mask)
             if self.kind == "grpo":
@@ -118,7 +118,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0: all tokens have a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0, so that all tokens have a gradient
     return batch
 
 
@@ -142,14 +142,14 @@ def described(batch: dict[str, Tensor], options: dict | None = None) -> str:
 
 
 def numbers(x: Tensor, digits: int = 3) -> str:
-    """Return a tensor as text: "[[1, 0.25]]"."""
+    """Format a tensor, as in "[[1, 0.25]]"."""
     if x.dim() == 0:
         return f"{x.item() + 0.0:.{digits}g}"  # 0 instead of -0
     return f"[{', '.join(numbers(row, digits) for row in x)}]"
 
 
 def contrast(wrong: Tensor, right: Tensor) -> list[str]:
-    """Return two tensors as texts, with enough digits to show the difference, at least three."""
+    """Format two tensors with at least three digits, and enough to show the difference."""
     texts = []
     for digits in range(3, 16):
         texts = [numbers(x, digits) for x in (wrong, right)]

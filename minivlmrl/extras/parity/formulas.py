@@ -36,7 +36,7 @@ def last(x: Tensor) -> Tensor:
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
 
-    It is infinite for different shapes, or NaN at different positions.
+    The result is inf if the shapes or the positions of NaN differ.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

@@ -27,7 +27,7 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
 
 
 def with_gradient(logps: torch.Tensor, value, gradient) -> torch.Tensor:
-    """Return a scalar with this value, and this gradient with respect to logps."""
+    """Return a scalar tensor with this value, and this gradient with respect to logps."""
     loss, slope = (torch.tensor(numpy.asarray(x), dtype=logps.dtype) for x in (value, gradient))
     return loss + (slope * (logps - logps.detach())).sum()
 

@@ -24,8 +24,8 @@ from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
 CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # progress bar title
-SECONDS = 300.0  # search limit; a search without a result needs about 20 on an ordinary core
-SHOWN = 4  # differing cases to print
+SECONDS = 300.0  # search limit; a search without a result takes about 20 seconds
+SHOWN = 4  # maximum differing cases to print
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a TRL loss
 
 
@@ -42,8 +42,8 @@ def check(
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some test batches have completions without tokens, which still count in the mean over completions, or log-ratios of
-    25 nats. `options` is a dict with these loss arguments:
+    Some test batches have log-ratios of 25 nats, or completions without tokens, which still count in the mean over
+    completions. `options` is a dict with these loss arguments:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
@@ -58,16 +58,15 @@ def check(
         tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); float32 losses
             need 1e-5.
         kind: grpo, dpo or sft.
-        seconds: approximate limit of the search for a name; the default ends no search for known mistakes. Trials are
-            counted, so a loss has the same verdict on all machines.
+        seconds: approximate search limit; the default is enough for all known mistakes. Trials are counted, so a loss
+            has the same verdict on all machines.
         framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays in its framework.
         only: required case options, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL, or all agree, but the loss breaks a law in all_laws.py that no
-            recorded case shows. The message lists these cases, and mistakes and designs that explain the differences,
-            see `judge`.
+        AssertionError: some cases differ from TRL, or the loss breaks a law in all_laws.py that the cases do not test.
+        The message lists them, and mistakes or designs that explain the differences.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
     verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
@@ -87,8 +86,8 @@ class Verdict:
     differences: list[str]  # one line per differing case
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
-    broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or no name was found
-    untested: Sequence[str] = ()  # neither in cases nor in laws, if cases agree
+    broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or nothing was named
+    untested: Sequence[str] = ()  # what no case and no law tests, if cases agree
 
     @property
     def agrees(self) -> bool:
@@ -108,7 +107,7 @@ class Verdict:
 def judge(
     my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
 ) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name mistakes behind the differences."""
+    """Compare a loss with losses recorded from TRL, and name mistakes that explain the differences."""
     my_loss = as_torch(my_loss, framework)
     results = []  # (case, options, comparison)
     steps = []
@@ -119,7 +118,7 @@ def judge(
     varied = varied_options(results)
     verdict = differences_of(results, varied, tolerance)
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # cases may not show all mistakes
+        report = laws_of(my_loss, tolerance, kind, only)  # laws may find mistakes that the cases miss
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
@@ -158,7 +157,7 @@ def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[s
 
 
 def names_without_search(results: list["Comparison"], tolerance: float) -> tuple[list[str], list[str]]:
-    """Name a loss without a gradient, or with right gradients and other values; return kinds and lines."""
+    """Name a loss without a gradient, or with right gradients but other values; return kinds and lines."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -171,7 +170,7 @@ def names_without_search(results: list["Comparison"], tolerance: float) -> tuple
 
 
 def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    """Check a loss by laws; `only`: options named by the user."""
+    """Check a loss against laws, with the user's options in `only`."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
     return examine(my_loss, kind, tolerance, **known)
 
@@ -180,16 +179,16 @@ def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
 class CloseLoss:
     """TRL loss to compare a user's loss with."""
 
-    only: dict  # options that select it
+    only: dict  # options that select this TRL loss
     cases: list[int]  # test case indices
-    share: float  # share of differing cases
+    share: float  # fraction of cases that differ
 
     def __str__(self) -> str:
         return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
 
 
 def closest_losses(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> list[CloseLoss]:
-    """Return the TRL losses, closest first; `results`: (options, error) per test case."""
+    """Sort the TRL losses, closest first; `results` has (options, error) per test case."""
     names = "kind", *settings
     groups = defaultdict(list)
     for i, (options, _) in enumerate(results):
@@ -200,7 +199,7 @@ def closest_losses(results: list[tuple[dict, float]], settings: list[str], toler
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # full agreement is closest; among equals, TRL's default
+        # full agreement first; TRL's default breaks ties
         share = round(loss.share, 1) if loss.share else -1.0
         return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
 
@@ -208,9 +207,9 @@ def closest_losses(results: list[tuple[dict, float]], settings: list[str], toler
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) -> tuple[list[str], list[str]]:
-    """Call `find_names` for all test cases, then for those of the closest loss.
+    """Call `find_names` for all test cases, then for the closest loss.
 
-    A loss that does not read loss_type is a single TRL loss, so it is not compared with all of them.
+    The first call is skipped if the loss does not read loss_type, and so implements a single TRL loss.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
@@ -219,7 +218,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) ->
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"the {len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # a right GSPO loss differs from GRPO, but has no mistake
+    # for example, a correct GSPO loss differs from GRPO
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest.removeprefix('the ')}"]
     if kinds:
@@ -232,7 +231,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) ->
 class Comparison:
     loss: Tensor
     gradient: Tensor
-    constant: float  # loss minus TRL's
+    constant: float  # loss minus TRL's loss
     loss_error: float
     gradient_error: float
     read: set[str]  # names of tensors and options that the loss has read

@@ -28,13 +28,13 @@ from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
 from minivlmrl.extras.parity.step_format import options_of
 
 PARTS = 4  # maximum bugs in a combination
-TRIALS_PER_SECOND = 400  # on an ordinary core
+TRIALS_PER_SECOND = 400  # on an ordinary CPU core
 DIVIDED_BY_0 = Bug(
     "a row without tokens is divided by 0 in the mean over each row",
     {},
     replace(RATE, effect="a completion without tokens makes the loss NaN"),
 )
-SEARCHED = 32  # approximate number of cases to search; others are compared at the end
+SEARCHED = 32  # approximate number of cases to search; all others only test the result
 
 
 def as_step(
@@ -63,7 +63,7 @@ def as_step(
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # a wrong loss is wrong in all rows
+    d.row_sets = {}  # no row subsets: a wrong loss is wrong in all rows
     return d
 
 
@@ -75,7 +75,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # some losses with a KL have a fixed beta
+    # beta=0 does not remove the KL if the loss has a fixed beta
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -84,7 +84,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def without_value(step: Dump) -> Dump:
-    """Return a case where only the gradient counts: the logged value does not train."""
+    """Return a case that compares only the gradient, because the logged value does not train."""
     d = copy(step)
     del d["loss"]
     d.usual_answers = {}
@@ -106,35 +106,34 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
         advantages = batch["advantages"]
         first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # wrong average
-        yield first_step, without_kl  # wrong advantages
-        yield batch, without_kl  # wrong ratios or clips
-        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # wrong KL
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # shows a wrong average
+        yield first_step, without_kl # shows wrong advantages
+        yield batch, without_kl  # shows wrong ratios or clips
+        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # shows a wrong KL
         yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # wrong column count
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # wrong answer order, or wrong function of the margin
-        yield without_ref, options  # wrong beta
-        yield one_token, options  # wrong reference
-        yield pair, options  # wrong sum over tokens
+        yield without_ref, options | {"beta": 1.0}  # shows a wrong answer order, or a wrong function of the margin
+        yield without_ref, options  # shows a wrong beta
+        yield one_token, options  # shows a wrong reference
+        yield pair, options  # shows a wrong sum over tokens
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
     """Find bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
-    Returns a list per bug: the bug, then other bugs with equal losses.
+    Returns a list per bug: the bug, then other bugs that give the same loss.
 
-    Raises SearchEndedError after about so many seconds. The search counts trials, so its result does not depend on the
-    machine.
+    Raises SearchEndedError after about `seconds`, measured in trials, so that the result is the same on all machines.
     """
     trials = Trials(seconds * TRIALS_PER_SECOND)
     for step in steps:
         step.trials = trials
     try:
-        # NaN for a completion without tokens is one bug, and must not hide others
+        # NaN for completions without tokens is a separate bug, and must not hide others
         finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
         agrees = all(explains(step, {}) for step in finite)
         parts = [] if agrees else parts_of(finite)
@@ -145,7 +144,7 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search some cases, and add more while the result does not explain all."""
+    """Search in some cases, and add more until the result explains all cases."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -178,7 +177,7 @@ class Combination:
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # Bugs for the test case with the most rows: with two rows, "next row" and "previous row" are the same.
+        # use the test case with the most rows: with two rows, "next row" and "previous row" are the same
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -200,7 +199,7 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases; variants do not count, some losses fail there."""
+        """Return whether the loss agrees in all test cases; variants do not count, because some losses fail there."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
@@ -220,7 +219,7 @@ class Combination:
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # fitting a number, such as a clip bound, is slow: late, and with few cases
+        # fitting a number, such as a clip bound, is slow: do it late, and with few cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
@@ -231,7 +230,7 @@ class Combination:
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain most further test cases; stop at a table with a bug that explains all."""
+        """Return the bugs that explain the most test cases; stop after a table with a bug that explains all."""
         counts = {}  # {description: (explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
@@ -245,7 +244,7 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort bugs for the same cases: all values before some, 0.2 before 0.234, and "the KL is left out"."""
+    """Sort key that prefers one factor for all values, then 0.2 to 0.234, then "the KL is left out"."""
     return "factor" not in bug.change, len(f"{bug.change.get('c', 0):g}"), "left out" not in bug.says
 
 

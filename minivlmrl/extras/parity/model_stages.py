@@ -1,6 +1,6 @@
-"""Recompute log-probabilities, gradients, AdamW update and learning rate of a recorded step.
+"""Recompute log-probs, gradients, AdamW update and learning rate in a recorded step.
 
-Model code is imported late: it needs Pillow and tokenizers, and a step without a model does not.
+Model code is imported late, because it needs Pillow and tokenizers, and steps without a model do not.
 """
 
 import math
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 # tolerance factor for float32 model outputs, such as gradients
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # further factor for bfloat16, float16 or an unknown dtype
-# after the forward pass: bugs here, such as rounding, need no new forward pass
+HALF = 100.0  # additional factor for bfloat16, float16 or an unknown dtype
+# computed after the forward pass: bugs here, such as rounding, need no new one
 AFTER_FORWARD = {"logps", "mode"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
-    """Load a model from a folder, and compute log-probabilities for the row indices `part`.
+    """Load a model from a folder, and compute log-probs for the rows in `part`.
 
     Returns:
-        (n, S) log-probabilities, 0 in all other rows, and the model, None if all rows came from the cache.
+        (n, S) log-probs, 0 in all other rows, and the model, None if all rows came from the cache.
 
     Raises:
         SearchEndedError: after the deadline.
@@ -56,11 +56,11 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
-    """Return the log-probabilities (S,) of completion tokens, 0 elsewhere."""
+    """Return log-probs (S,) for completion tokens, 0 elsewhere."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # positions of attended tokens, starting at 1
-    # first token in a row: no log-probability
+    # the first token in a row has no log-prob
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(d.width, dtype=torch.float64)
     if not len(scored_columns):
@@ -125,12 +125,12 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute recorded log-probabilities with the model folder named in step.json."""
+    """Recompute recorded log-probs with the model folder named in step.json."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # A bug may exchange log-probabilities between rows, so all rows need a forward pass.
+    # a bug may exchange log-probs between rows, so all rows need a forward pass
     rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = d[name].nan_to_num() * counted_mask
@@ -232,11 +232,11 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Return a weight after one AdamW step; `state`: Adam's first and second moment."""
+    """Return a weight after one AdamW step; `state` has the first and second moment."""
     weight = weight.clone()
     weight.grad = gradient
     numbers = {"lr": options["learning_rate"], "betas": options["betas"], "eps": change("eps", options["eps"])}
-    is_coupled = change("coupled", False)  # Adam with L2 regularization: decay inside the gradient
+    is_coupled = change("coupled", False)  # True: Adam with L2 regularization
     optimizer = Adam([weight], **numbers, weight_decay=decay, decoupled_weight_decay=not is_coupled)
     step = torch.tensor(change("step", options["step"]) - 1.0)
     optimizer.state[weight] = {"step": step, "exp_avg": state[0].clone(), "exp_avg_sq": state[1].clone()}

@@ -1,10 +1,10 @@
-"""Known bugs in training steps, by target: the quantity that a bug changes, such as the mask.
+"""Known bugs in training steps, listed by target: the quantity that a bug changes, such as the mask.
 
-bugs.json has the targets, with constants that replace the right value, such as the KL estimator k1. Other bugs are
-formulas: `lambda s: s.x / 2` for the quantity "rewards" imitates a trainer that halves all rewards. Attributes of s:
+bugs.json has the targets, with constants that replace the correct value, such as the KL estimator k1. Other bugs are
+formulas: for "rewards", `lambda s: s.x / 2` simulates a trainer that halves all rewards. Attributes of s:
 
-    x         right value
-    c         unknown number, such as a clip bound; the search finds it
+    x         correct value
+    c         unknown number that the search fits, such as a clip bound
     region    part of the step with the bug, such as the first turn
     others    tensors in the recorded step, and loss options, such as s.advantages and s.beta
 """
@@ -29,18 +29,18 @@ PATH = Path(__file__).with_name("bugs.json")
 class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # Dump attributes with the parts, separated by spaces
+    kinds: str  # names of Dump attributes that list the parts, separated by spaces
     formula: Callable | None = None  # None: a part is a wrong order of rows or tokens
 
 
 regions = partial(Scoped, "regions")
 
 
-# functions in formulas
+# functions used in formulas
 
 
 def both(formula: Callable) -> dict[str, Callable]:
-    """Apply a formula to policy and reference log-probabilities."""
+    """Apply a formula to policy and reference log-probs."""
     return {"policy": formula, "reference": formula}
 
 
@@ -69,7 +69,7 @@ def cispo(bounded: Callable) -> Callable:
 
 
 def encoded_again(s):
-    """Accept other token ids with the same text."""
+    """Accept the trainer's token ids if they decode to the same text."""
     is_same = [s.text(row) == s.text(others) for row, others in zip(s.x, s.their_ids, strict=True)]
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
@@ -80,7 +80,7 @@ def normalized_again(s, correction: int, epsilon: float):
 
 
 def of_answers(column: int) -> dict[str, Callable]:
-    """Return bugs in the chosen (0) or rejected (1) answer."""
+    """Return bugs that affect only the chosen (0) or rejected (1) answer."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
@@ -89,7 +89,7 @@ def of_answers(column: int) -> dict[str, Callable]:
     }
 
 
-# bugs in any quantity, such as a wrong sign; simulated after specific ones
+# bugs that any quantity may have, such as a wrong sign; tried after specific bugs
 GENERAL: dict[str, dict[str, Callable]] = {
     "signed": {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x},
     "scaled": {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2},
@@ -122,7 +122,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# computations to which a bug may be limited, such as a mask that is wrong only in token counts
+# computations that a bug may be limited to, such as a mask that is wrong only in token counts
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # {target and effect: {bug: formula}}
@@ -507,16 +507,16 @@ class Target:
     """Quantity that a trainer may compute wrongly, such as rewards or learning rate; see bugs.json."""
 
     name: str
-    effect: str  # how the mistakes change the training
+    effect: str  # how these mistakes affect training
     stages: str = ""  # stages and loss kinds, separated by commas
     source: str = ""  # code line, paper, issue or pull request
     about: str = ""  # clipping or padding
     needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects that do so on purpose, with their option: the bug is a design
-    threshold: float = 0.0  # a smaller fitted number makes the design a mistake
+    used_by: str = ""  # projects that do this on purpose, with their option; the bug is then a design
+    threshold: float = 0.0  # with a smaller fitted number, the design is a mistake
     unread: str = ""  # option or tensor ignored by the design; if the loss has read it, the design is a mistake
     read: str = ""  # option or tensor that a loss with these mistakes must read
-    values: dict = field(default_factory=dict)  # {bug: constant instead of the right value, "{c}" is fitted}
+    values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
     general: dict[str, str] = field(default_factory=dict)  # {quantity: tables in GENERAL}
 

@@ -1,8 +1,8 @@
 """Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
 Most laws use a token's gradient divided by minus its advantage. This quotient is the token's weight in the average,
-times a function of the ratio, here called the gate. PPO's gate is the ratio itself, or 0 where the clip stops the
-token.
+times a function of the ratio, here called the gate. PPO's gate is the ratio itself, or 0 where clipping stops the
+gradient.
 """
 
 import math
@@ -28,11 +28,11 @@ from minivlmrl.extras.parity.examined import (
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # in batches with one token
+LOGP = -2.0  # log-prob in batches with one token
 
 
 def asked_type(loss: Examined) -> str | None:
-    """Return the loss_type named by the user, if TRL has it."""
+    """Return the loss_type given by the user, None if TRL does not have it."""
     return loss.loss_type if "loss_type" in loss.given and loss.loss_type in LOSS_TYPES else None
 
 
@@ -54,7 +54,7 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
 
 
 def use_its_own_numbers(loss: Examined):
-    """Use a CISPO loss with its own bound, and a Dr. GRPO loss with its own constant divisor."""
+    """Adapt the options to constants in the loss: a CISPO bound, or a Dr. GRPO divisor."""
     if not {"loss_type", "epsilon_high"} & loss.given.keys():
         usual = of_one_token(loss)[1]
         loose = loss(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"])[1].item()
@@ -71,7 +71,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Return token weights in the average, (B, T): on policy, minus the gradient for advantage 1."""
+    """Return the tokens' weights in the average, (B, T): minus their on-policy gradients at advantage 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -79,7 +79,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -
 
 
 def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
-    """On policy, tokens with a positive advantage become likelier; with advantage 0, nothing changes."""
+    """Check on policy that only positive advantages make tokens likelier, and 0 changes nothing."""
     for mask in MASKS:
         for shift in range(3):
             advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
@@ -100,7 +100,7 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
-    """On policy, the gradient of one token is minus its advantage."""
+    """Check on policy that the gradient for a single token is minus its advantage."""
     for advantage in (1.0, -0.5):
         _, slope = of_one_token(loss, advantage=advantage)
         if abs(slope + advantage) > loss.tolerance:
@@ -112,7 +112,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Find
 
 
 def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
-    """An advantage changes no gradient in other rows."""
+    """Check that an advantage does not change gradients in other rows."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         if len(mask) == 1:
@@ -140,7 +140,7 @@ class Gate:
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
     loss_types: tuple[str, ...] = ()  # losses with this gate
-    variant_of: tuple[str, ...] = ()  # losses where some projects use this gate on purpose
+    variant_of: tuple[str, ...] = ()  # losses for which some projects use this gate on purpose
 
     def expected(self, ratio: float, advantage: float) -> float:
         given = torch.tensor([ratio, advantage], dtype=torch.float64)
@@ -180,13 +180,13 @@ class Token:
 
 
 def measured_tokens(loss: Examined) -> list[Token]:
-    """Call the loss for single tokens, with ratios on both sides of all bounds."""
+    """Measure gradients for single tokens, with ratios on both sides of all bounds."""
     low, high = loss.options["epsilon_low"], loss.options["epsilon_high"]
     bounds = [1 - low, 1 + low, 1 - high, 1 + high, math.exp(-low), math.exp(high)]
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    # advantages other than 1: does the clip act on the ratio, or on ratio * advantage?
+    # advantages other than 1 show whether clipping acts on the ratio, or on ratio * advantage
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
@@ -196,7 +196,7 @@ def measured_tokens(loss: Examined) -> list[Token]:
 
 
 def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
-    """Return gates of known losses, some with bounds from the measured tokens."""
+    """Return the gates in known losses; some bounds are taken from the measured tokens."""
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
@@ -228,7 +228,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # masked tokens have value 0, clipped ones do not
+    if value == 0:  # a mask: clipped tokens would keep their value
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= first) & (ratio <= last)), (), CLIPPED))
@@ -236,7 +236,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Return the ratio between 1 and `outside` where the token gradient becomes 0, `outside` if it does not."""
+    """Return the ratio between 1 and `outside` where the token gradient becomes 0, or `outside` if it does not."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
@@ -246,13 +246,13 @@ def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
 
 
 def misfits(gate: Gate, tokens: list[Token], tolerance: float) -> list[Token]:
-    """Return the tokens that contradict the gate. NaN is left to another law."""
+    """Return the tokens whose gradients contradict the gate. NaN is ignored."""
     pairs = [(token, gate.expected(token.ratio, token.advantage)) for token in tokens]
     return [token for token, expected in pairs if abs(token.weight - expected) > tolerance * max(1.0, abs(expected))]
 
 
 def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Token]]:
-    """Return the expected gate (PPO's unless loss_type is named), the fitting gate or None, and the tokens."""
+    """Return the expected gate (PPO's unless loss_type is given), the gate that fits or None, and the tokens."""
     tokens = measured_tokens(loss)
     gates = known_gates(loss, tokens)
     right = next(gate for gate in gates if (asked_type(loss) or "grpo") in gate.loss_types)
@@ -261,11 +261,11 @@ def right_and_fitting_gate(loss: Examined) -> tuple[Gate, Gate | None, list[Toke
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """Token gradients follow their ratios, and stop at the clip bounds, on the right sides."""
+    """Check that token gradients scale with their ratios, and stop at the right clip bounds."""
     right, fitting, tokens = right_and_fitting_gate(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # with one bound, fewer tokens may be wrong
+        # fewer tokens may contradict a gate with one bound
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         gates = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(gate, misfits(gate, tokens, loss.tolerance)) for gate in gates]
@@ -301,7 +301,7 @@ def sentences(right: Gate, wrong: list[Token]) -> Iterator[Finding]:
             )
 
 
-# log-ratio per token, (B, T) or (B, 1)
+# {level: function that returns log-ratios, (B, T) or (B, 1)}
 LEVELS = {
     "token": lambda log_ratio, mask: log_ratio,
     "sequence": lambda log_ratio, mask: (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True),
@@ -315,7 +315,7 @@ OF_A_LEVEL = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """Token gradients depend on their own ratio, or on the mean or product over the completion."""
+    """Check that token gradients depend on their own ratio, or on the completion's mean or product."""
     _, gate, _ = right_and_fitting_gate(loss)
     if gate is None:
         return
@@ -374,11 +374,11 @@ AVERAGES = (
         (),
     ),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # projects average the others differently
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # projects average other losses differently
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """On policy, tokens have the weights of a known average, and of the loss_type that the user has named."""
+    """Check on policy that token weights match a known average, and the loss_type if it is given."""
     batch = random_batch("grpo", [[1, 1, 1, 0], [1, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -399,7 +399,7 @@ def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
 
 
 def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
-    """A completion without tokens does not make the loss NaN."""
+    """Check that a completion without tokens does not make the loss NaN."""
     value, slope = loss(random_batch("grpo", [[1, 1], [0, 0]]), beta=0.0)
     if not (value.isfinite() and slope.isfinite().all()):
         yield Finding(
@@ -424,7 +424,7 @@ def has_kl(loss: Examined) -> bool:
 
 
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
-    """With beta 0 the reference changes nothing, and twice the beta has twice the effect, in value and gradient."""
+    """Check that the effect of the reference on value and gradient is proportional to beta."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
     if near != far and math.isfinite(near[1]):
         yield Finding(
@@ -446,7 +446,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
-    """The KL gradient does not depend on the advantage, and is not clipped."""
+    """Check that the KL gradient does not depend on the advantage, and is not clipped."""
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):
@@ -461,7 +461,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Over a whole vocabulary, the KL has the expectation KL(policy || reference), or its gradient."""
+    """Check that the KL has the expectation KL(policy || reference) over a whole vocabulary, or its gradient."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -502,7 +502,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
-    """Tokens have the same weights in the KL average as in the policy term."""
+    """Check that tokens have the same weights in the KL average as in the policy term."""
     _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
     for mask in MASKS:
         batch = random_batch("grpo", mask)
@@ -535,7 +535,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# {law: earlier laws}: skip it if one is broken or cannot be tested
+# {law: earlier laws}: skip the law if one of them is broken or cannot be tested
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

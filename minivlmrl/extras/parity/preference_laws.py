@@ -10,7 +10,7 @@ from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, desc
 
 # losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
-OF_MEANS = ("ipo", "sigmoid_norm")  # losses with mean log-ratios over answer tokens
+OF_MEANS = ("ipo", "sigmoid_norm")  # losses that average log-ratios over answer tokens
 TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
@@ -22,7 +22,7 @@ def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
 
 
 def recognize_ipo(loss: Examined):
-    """Check an IPO loss by IPO's laws, even if the user has not named the loss_type."""
+    """Apply IPO's laws to an IPO loss, even if the user gave no loss_type."""
     beta = loss.options["beta"]
     value, _ = loss(pair(0.4, -0.3))
     if "loss_type" not in loss.given and not loss.differ(value, torch.tensor((0.7 - 1 / (2 * beta)) ** 2)):
@@ -30,8 +30,8 @@ def recognize_ipo(loss: Examined):
 
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
-    """The loss falls if the chosen answer gains, and rises if the rejected answer gains."""
-    # wrong order, both answers lost: no loss is flat or at a minimum here
+    """Check that the loss falls if the chosen answer gains, and rises if the rejected answer gains."""
+    # both answers lost likelihood, the chosen one more: no loss is flat or at a minimum here
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
     for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):
@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Adding the same number to policy and reference log-probabilities changes nothing."""
+    """Check that adding the same number to policy and reference log-probs does not change the loss."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)
@@ -63,7 +63,7 @@ def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
 
 
 def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
-    """The answers have opposite gradients, in a loss that depends only on the margin."""
+    """Check that the answers have opposite gradients, if the loss depends only on the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     for chosen, rejected in ((0.4, -0.3), (-0.5, 0.9)):
@@ -77,7 +77,7 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
-    """Doubling beta has the same effect as doubling the margin."""
+    """Check that doubling beta has the same effect as doubling the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     if loss.loss_type == "ipo":
@@ -100,7 +100,7 @@ def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
-    """Log-ratios are added over answer tokens, or averaged in losses that are defined so."""
+    """Check that log-ratios are added over answer tokens, or averaged if the loss type requires it."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(0.4, -0.3))
@@ -114,12 +114,12 @@ def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
             f"the log-ratios of an answer's tokens are {what}. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is "
             f"{numbers(one_token)}, with the same sums over three tokens {numbers(same_sum)}, and with the same means "
             f"{numbers(same_mean)}",
-            "note" if loss.loss_type == "ipo" and found else "broken",  # DPO's authors add them in IPO
+            "note" if loss.loss_type == "ipo" and found else "broken",  # the DPO authors' code adds them in IPO
         )
 
 
 def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
-    """With label smoothing, the loss is a mean over both orders of the answers (cDPO), or the unbiased one (robust)."""
+    """Check label smoothing: a mean over both answer orders (cDPO), or the unbiased loss (robust)."""
     if loss.loss_type not in ("sigmoid", "robust"):
         return
     e = 0.1
@@ -143,7 +143,7 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
 
 
 def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Three equal pairs have the loss of one pair."""
+    """Check that three equal pairs have the same loss as one."""
     one, _ = loss(pair(0.4, -0.3))
     three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(0.4, -0.3).items()})
     if loss.differ(three, one):
@@ -154,7 +154,7 @@ def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """An SFT gradient is -1 / tokens; for dft, times the probability."""
+    """Check that SFT gradients are -1 / tokens, for dft times the token's probability."""
     for mask in MASKS:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)
@@ -181,7 +181,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# {law: earlier laws}: skip it if one is broken
+# {law: earlier laws}: skip the law if one of them is broken
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

@@ -6,7 +6,7 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:
-    """Return {name: number} for counts, options and ratios of options, without 1 and 0."""
+    """Return {name: number} for counts, options and ratios of options, except 1 and 0."""
     result = {f"the number of {unit}": count for unit, count in counts(d, stage).items()}
     if stage in (*OF_FORWARD, "loss"):
         result["1 / ln 2, as in bits"] = 1 / math.log(2)

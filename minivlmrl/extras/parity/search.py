@@ -49,12 +49,12 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 SHOWN = 4  # maximum bugs to print, if they give the same numbers
-IDS = ("tokens", "pictures", "mask")  # integer stages, without fitted factors
+IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitted
 # start values for an unknown number, such as c in "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # bugs with the smallest errors, whose numbers are fitted to all digits
-CASE_REFINED = 4  # in loss test cases
+REFINED = 16  # number of best bugs whose constants are fitted to all digits
+CASE_REFINED = 4  # the same for loss test cases
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Bug:
     change: dict  # {quantity: replacement}, see Change
     of: table.Target  # stages, effect and source of the quantity
     error: float = 0.0  # error left after recomputing with this bug
-    parts: int = 1  # single bugs in this combination
+    parts: int = 1  # number of single bugs combined in this one
 
     @property
     def kind(self) -> str:
@@ -98,7 +98,7 @@ class Bug:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float) -> "Bug":
-        """Put the number into the text, for example "all values are 8 times as large"."""
+        """Insert the fitted number, for example "all values are 8 times as large"."""
         return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=self.change | {"c": number})
 
 
@@ -108,18 +108,18 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return stage names in names.py: "loss" and "dpo" for a DPO loss."""
+    """Return a stage's names in names.py, such as "loss" and "dpo" for a DPO loss."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List known bugs in a stage, except those with missing tensors."""
+    """List known bugs for a stage, except those whose tensors are missing."""
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
         could_be = not target.read or d.reads(target.read)
         if target.about.startswith("clipping") and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
-            continue  # losses without a clip
+            continue  # these losses do not clip
         if names & target.stage_names() and target.needs in d and could_be:
             if target.unread and d.reads(target.unread):
                 target = replace(target, used_by="")
@@ -145,7 +145,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # counted tokens are those in the mask: no mask bug only there
+                # a mask bug cannot be limited to tokens that the mask selects
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -172,7 +172,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         ours = ours * factor
         if d.case_tolerance:  # as in `formulas.distance`
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # limited unit: huge numbers from a bug must not hide differences
+        else:  # limit the unit: huge numbers from a bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -196,7 +196,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> float:
-    """Return the sum of relative errors, each at most 1."""
+    """Sum the relative errors, each clamped to 1."""
     return math.inf if answer is None else float(all_gaps(answer).clamp(max=1.0).sum())
 
 
@@ -205,7 +205,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count wrong numbers, tokens once per row, and advantages once per group."""
+    """Count rows with wrong numbers, or groups with wrong advantages."""
     labels = d["group"] if name == "advantages" else d.all_rows
     counts = []
     for theirs, ours, unit in answer.values():
@@ -217,12 +217,12 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 class Region(NamedTuple):
     """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
-    says: str  # rows or parameters, "" = all
+    says: str  # description, "" = whole step
     inside: dict[str, Tensor]  # {tensor in the stage: bool mask}
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors elsewhere: use recomputed numbers there."""
+        """Ignore errors outside the region, by using the recomputed numbers there."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -233,9 +233,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List the whole step, and parts with all wrong numbers, such as truncated completions."""
+    """List the whole step, and parts that contain all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # no rows of the step
+    if name in ("advantages", *BY_PARAMETER):  # these stages do not compare rows
         return regions
     for says, rows in d.row_sets.items():
         by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}
@@ -252,7 +252,7 @@ class Search:
     If all wrong numbers are in one part, such as the truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: earlier bugs that stay active in all recomputed numbers.
+        deviation: bugs found earlier, which stay active in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -260,7 +260,7 @@ class Search:
         self.d = d
         self.deviation = deviation or {}
         self.explained = []  # bugs found before the time limit
-        self.has_ended = False  # reached the time limit
+        self.has_ended = False  # whether the time limit was reached
         self.base = self.answer({})
         self.regions = find_regions(name, self.base, d)
 
@@ -269,7 +269,7 @@ class Search:
 
     def run(self, bugs: list[Bug]):
         factors = self.factors()
-        # first bugs without a new forward pass, such as rounded log-probabilities
+        # first try bugs that need no new forward pass, such as rounded log-probs
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and "c" not in bug.change for bug in factors):
@@ -290,7 +290,7 @@ class Search:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Limit the bug to one place, such as truncated completions; [] if wrong numbers remain."""
+        """Limit the bug to a region, such as truncated completions; return [] if wrong numbers remain."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -326,7 +326,7 @@ class Search:
             for digits in (1, 2, 3, 17):
                 number = float(f"{best:.{digits}g}")
                 if number == 0 and theirs.any():
-                    continue  # small values are not zero
+                    continue  # do not round small values to zero
                 bug = (OWN_LENGTH if has_own_length else FACTOR).with_number(number)
                 if found := self.confined(self.answer(bug.change), bug, region):
                     result += found
@@ -359,7 +359,7 @@ class Search:
 
 
 def lines_of(bugs: Sequence[Bug]) -> list[str]:
-    """Return lines about a bug; other bugs would give the same numbers."""
+    """Describe the first bug, and list others that would give the same numbers."""
     first, *others = bugs[:SHOWN]
     lines = [f"{first.kind}: {first.says}", *(f"  or: {bug.says}" for bug in others)]
     about = {"effect": first.of.effect, "source": first.of.source}
@@ -381,9 +381,9 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # many bugs fit one wrong token id or learning rate, so only trained padding gets a name
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # a bug may leave 1 % of the original error, between 1e-5 and 3e-5
+    # a bug may leave 1 % of the original error, but at least 1e-5 and at most 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # forward passes are slow: only the row with the largest error first, later all rows
+    # forward passes are slow: first search only the row with the largest error, later check all rows
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)

@@ -1,4 +1,4 @@
-"""Recompute advantages, token ids, masks, loss and loss gradient of a recorded step.
+"""Recompute advantages, token ids, masks, loss and loss gradient in a recorded step.
 
 A stage function, such as `loss`, returns None if the step lacks a tensor, else {name: (theirs, ours, unit)}:
 
@@ -6,8 +6,8 @@ A stage function, such as `loss`, returns None if the step lacks a tensor, else 
     ours      recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-`change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the right mask x if the
-bug is elsewhere.
+`change` is a simulated bug: change("mask", x) returns the mask that a trainer with this bug computes, or the correct
+mask x if the bug is elsewhere.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ Answer = Mapping[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
-    """Recompute N advantages from K rewards per completion and from groups."""
+    """Recompute advantages (N,) from rewards (N, K) and groups."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
@@ -104,7 +104,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute completion token ids and attention mask from sampler_ids."""
-    # train on sampled ids: the tokenizer may encode the text to other ids
+    # training must use sampled ids: the tokenizer may encode the text differently
     if d.sampled is None or not d.has("prompt_mask"):
         return None
     ids, flags = d.sampled
@@ -116,11 +116,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # zeros are accepted: a trainer may skip the forward pass of truncated completions
+    # zeros are accepted: a trainer may skip the forward pass for truncated completions
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # many trainers have only the mask; the stage "mask" checks whether it leaves out generated tokens
+    # skip sampled tokens outside completion_mask: many trainers have only this mask, which the stage "mask" checks
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -146,7 +146,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (patches, grid) pairs per row; kind="sampler_" selects images in sampling."""
+    """Return (patches, grid) pairs per row; kind="sampler_" selects the sampler's images."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -199,14 +199,14 @@ def loss(d: Dump, change: Change) -> Answer:
         return None
     leaf = d["per_token_logps"].clone().requires_grad_()
     losses, units = LOSSES[d.about["kind"]](leaf, change)
-    # + 0 * leaf: autograd raises an error for a loss without a gradient
+    # + 0 * leaf: autograd would fail for a loss without a gradient
     [slope] = torch.autograd.grad(losses.sum() + 0 * leaf.sum(), leaf)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
     if d.has("logps_gradient"):
         theirs = d["logps_gradient"]
-        # gradients of 0 at padding: a trainer may skip its log-probabilities
+        # accept zero gradients at padding: a trainer may skip these log-probs
         is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
         slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
         # the KL gradient has large rounding errors in float32, so the tolerance grows with beta
@@ -217,7 +217,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return policy, old policy and reference log-probabilities, each (n, S)."""
+    """Return policy, old policy and reference log-probs, each (n, S)."""
     logps = change("logps", logps)
     old = change.d.get("old_per_token_logps", logps.detach())
     names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
@@ -322,8 +322,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # Accept rounding errors of a KL with torch.expm1, about 1e-7 times the log-ratio in float32. With torch.exp, errors
-    # are larger: a mistake.
+    # accept float32 rounding errors in a KL with torch.expm1, about 1e-7 times the log-ratio; the larger errors with
+    # torch.exp are a mistake
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
@@ -355,7 +355,7 @@ def preferences(logps: Tensor, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return (2,): DPO loss of a micro-batch, and its size, the divisor for errors."""
+    """Return (2,): a micro-batch's DPO loss, and its size, which errors are divided by."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row
@@ -364,7 +364,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
     options = loss_options(change)
     policy, _, reference = inputs(logps, mask, change)
     own_logps = policy[index]
-    # summed log-probabilities (pairs, 2)
+    # summed log-probs (pairs, 2)
     policy_logps, ref_logps = (answer_logps(x[index], mask[index], options.ld_alpha) for x in (policy, reference))
     lengths = mask[index].sum(-1)
     ref_logps = change("summed reference", ref_logps, answer_lengths=lengths)

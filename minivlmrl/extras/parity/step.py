@@ -23,9 +23,9 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# possible errors from a recorded tensor or field with a wrong type or shape
+# errors caused by a recorded tensor or field with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # step that sampled a row: a folder beside this one
+OTHER_STEP = "../{}/"  # folder beside this one, with the step that sampled a row
 
 
 class SearchEndedError(Exception):
@@ -34,7 +34,7 @@ class SearchEndedError(Exception):
 
 @dataclass
 class Trials:
-    """Remaining trials of a search; unlike a time limit, equal on all machines."""
+    """Trials left in a search; unlike a time limit, the same on all machines."""
 
     left: float = math.inf
 
@@ -52,7 +52,7 @@ class Dump(dict):
     read: set[str] | None = None  # loss test case: names of tensors and options that the loss has read
     simpler: Callable = list  # loss test case: function that returns simpler variants, list() = none
     deadline = math.inf  # search limit, in time.thread_time()
-    part: Tensor | None = None  # rows with recomputed log-probabilities, None = all
+    part: Tensor | None = None  # rows whose log-probs are recomputed, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
@@ -125,7 +125,7 @@ class Dump(dict):
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether a loss has read this tensor or option; the trainer of a recorded step may have read all."""
+        """Return whether a loss has read this tensor or option; always True for recorded steps."""
         return self.read is None or name in self.read
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,9 +138,9 @@ class Dump(dict):
 
     @cached_property
     def sampled(self) -> Tensor | None:
-        """Sampled token ids at their places in the step, and flags: 1 for sampled tokens, 0 for tool responses.
+        """Sampled token ids at their columns in the step, and flags: 1 for sampled tokens, 0 for tool responses.
 
-        (2, n, S + L), -1 for padding; None without sampler ids, or if the trainer has other ids.
+        Shape (2, n, S + L), -1 = padding. None without sampler ids, or if the trainer has different ids.
         """
         if "sampler_ids" not in self:
             return None
@@ -156,7 +156,7 @@ class Dump(dict):
 
     @cached_property
     def tokenizer(self):
-        # late: only model folders need the package tokenizers
+        # import late: only steps with a model need the package tokenizers
         from minivlmrl.data.tokenizer import load_tokenizer
 
         return load_tokenizer(Path(self.about["model"]) / "tokenizer.json")

@@ -23,7 +23,7 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# a row per completion in the rollout; several steps may train on one rollout
+# tensors with one row per rollout completion; several steps may train on one rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with weight folders
 # copies of options in TRL's GRPOConfig

@@ -1,4 +1,4 @@
-"""List mistakes with rows or tokens, and parts of a step that a bug may affect.
+"""List wrong orders of rows and tokens, and parts of a step that a bug may affect.
 
 For example, completions may have the advantage of the next completion in their group, or the advantages may be wrong
 only for truncated completions.
@@ -32,7 +32,7 @@ BLOCKS = {
 
 
 class Distinct(dict):
-    """Dictionary that lists distinct tensors once; d[name] also finds other names."""
+    """Dict that lists equal tensors once; d[name] also finds their other names."""
 
     def __init__(self):
         self.equal = {}
@@ -121,7 +121,7 @@ def row_sets(d) -> dict[str, Tensor]:
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
     """Return a mask per named kind of token, such as "the image tokens"."""
-    # without the first token, which no token predicts
+    # exclude the first token, which no token predicts
     prompt = (d["attention_mask"].cumsum(1) > 1) & d["attention_mask"].bool() & ~d.completion
     image = ids == (d.about.get("image_token_id") or -1)
     regions = {"the prompt": prompt, "the text of the prompt": prompt & ~image, "the image tokens": image}
