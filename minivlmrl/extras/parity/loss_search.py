@@ -106,20 +106,20 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
         advantages = batch["advantages"]
         first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # shows a wrong average
-        yield first_step, without_kl # shows wrong advantages
-        yield batch, without_kl  # shows wrong ratios or clips
-        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # shows a wrong KL
-        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # wrong column count
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # for averaging bugs
+        yield first_step, without_kl  # for advantage bugs
+        yield batch, without_kl  # for ratio and clip bugs
+        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # for KL bugs
+        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # for padding bugs
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # shows a wrong answer order, or a wrong function of the margin
-        yield without_ref, options  # shows a wrong beta
-        yield one_token, options  # shows a wrong reference
-        yield pair, options  # shows a wrong sum over tokens
+        yield without_ref, options | {"beta": 1.0}  # for bugs in answer order or margin
+        yield without_ref, options  # for beta bugs
+        yield one_token, options  # for reference bugs
+        yield pair, options  # for token-sum bugs
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
