@@ -4,11 +4,11 @@ python benchmarks/first_gpu_hour.py --out DIR          # seven minutes on one GP
 python benchmarks/first_gpu_hour.py --out DIR          # seven minutes again, for the parts that were "later"
 python benchmarks/first_gpu_hour.py --out DIR --toy    # tests the script: toy size, even on a CPU
 
-A part is a process with a time limit; a crash or a GPU out of memory ends only this part, and numbers printed before
-are kept. DIR/PART.txt has its output, DIR/summary.jsonl one JSON line per number, DIR/summary.md the same in tables,
-written after every part. A later call with the same DIR skips finished parts and repeats failed ones. A part begins
-only if its time limit fits into --minutes. Nothing is downloaded: weights are random, in the real size. docs/results.md
-says what the parts should show. The exit status is the number of failed parts.
+A part is a process with a time limit. If it fails, for example for lack of GPU memory, its numbers so far are kept, and
+the next part runs. DIR/PART.txt has its output, DIR/summary.jsonl one JSON line per number, and DIR/summary.md the same
+in tables. A later call with the same DIR skips finished parts and repeats failed ones. A part begins only if its time
+limit fits into --minutes. Nothing is downloaded: weights are random, in the real size. docs/results.md says what the
+parts should show. The exit status is the number of failed parts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Part(NamedTuple):
-    """Time limit in seconds, command below benchmarks/, and required packages."""
+    """Time limit in seconds, command in benchmarks/, and required packages."""
 
     seconds: int
     command: str
@@ -163,7 +163,6 @@ def cells(line: dict) -> tuple[str, str, str]:
 
 
 def table(*columns: str, rows: Iterable[tuple]) -> str:
-    """Format a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
 

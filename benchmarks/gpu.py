@@ -340,7 +340,7 @@ class GRPOStep(Ours):
         config = self.model.config
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
-        with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # estimate for the meta device
+        with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # kernels cannot be forced on meta tensors
             rows = [RowSize(text_tokens, image_tokens)]
             question = MemoryQuestion(self.trainer.config, "grpo", MemoryEstimator(config), 1, rows, held_out=())
             phases = estimate_phases(question)

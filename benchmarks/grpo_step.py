@@ -84,9 +84,8 @@ class Ours:
 def trl_clock(after_step: Callable[[int, float], bool | None]):
     """Create a callback that times TRL steps, and calls `after_step` with step number and seconds.
 
-    Training ends if `after_step` returns True. Between on_step_begin and on_step_end, Trainer runs training_step, in
-    which GRPOTrainer generates, scores with the reference, and runs forward and backward. Then Trainer clips, updates
-    and zeroes the gradients. Rows are loaded before on_step_begin.
+    Training ends if `after_step` returns True. From on_step_begin to on_step_end, TRL generates, scores with the
+    reference, runs forward and backward, clips and updates. Rows are loaded before.
     """
     import transformers
 
@@ -164,7 +163,6 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 
 def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens: int) -> Ours:
-    """Create our trainer."""
     size = len(rows)
     options = {"prompts_per_step": size, "micro_batch_size": size, "lr_scheduler_type": "constant", **COMMON}
     run = RunConfig(

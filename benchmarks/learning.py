@@ -125,7 +125,6 @@ def row_of(entry: Entry, summary: dict) -> dict:
 
 
 def show(row: dict) -> str:
-    """Format a table row."""
     warnings = [f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]]
     cells = [
         row["name"],

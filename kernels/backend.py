@@ -37,7 +37,7 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
     triton = import_module("triton")
     tl = import_module("triton.language")
 
-# True in Triton's interpreter; Triton reads TRITON_INTERPRET only at import
+# True in Triton's interpreter, even if TRITON_INTERPRET has changed since Triton was imported
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # input dtypes of the kernels; all kernels sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

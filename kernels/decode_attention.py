@@ -6,8 +6,7 @@ Derivation. The keys are divided into parts. For part j, with scores s_i = q k_i
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-All parts are independent, so they are computed in parallel. With e_j = m_j + log2 l_j, a second, small kernel computes
-attention over all keys:
+Parts are computed in parallel. With e_j = m_j + log2 l_j, a second, small kernel computes attention over all keys:
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 

@@ -259,9 +259,7 @@ def differentiate_part_(
 
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
-        ids: (N,) chosen tokens.
-        saved: from forward: entropy, largest logit and sum of exponentials per token, all (N,).
-        upstream: gradients of log-probabilities (N,), and of entropies (N,) or None.
+        ids, saved, upstream: as in differentiate_rows_.
         out: (N, width) memory for the result, possibly z.
     """
     rows, width = z.shape

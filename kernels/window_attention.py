@@ -60,7 +60,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
     """Compute attention inside segments in torch, one call per run of equal lengths."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    if len(segments.runs) == 1:  # nothing to split
+    if len(segments.runs) == 1:
         [(length, _)] = segments.runs
         out = _equal_segments(q, k, v, length)
     else:

@@ -27,8 +27,8 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Compute GRPO's advantages: reward minus the group mean, divided by a standard deviation.
 
-    Example: with scale_rewards="group", rewards 1, 1, 0, 0 (mean 0.5, standard deviation 0.5774, with n - 1 in the
-    denominator) give +0.8659, +0.8659, -0.8659, -0.8659.
+    Example: with scale_rewards="group", rewards 1, 1, 0, 0 (mean 0.5, sample standard deviation 0.5774) give +0.8659,
+    +0.8659, -0.8659, -0.8659.
 
     Args:
         rewards: (n,) float32, num_generations consecutive rewards per group, NaN for unscored completions.
@@ -48,7 +48,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     if scale_rewards == "group":
         std = group_std(rewards, num_generations).repeat_interleave(num_generations)
     elif scale_rewards == "batch":
-        std = nanstd(rewards)  # scalar, over the whole batch
+        std = nanstd(rewards)
     else:
         raise ValueError(f"scale_rewards must be group, batch or none, but got {scale_rewards!r}")
     return (centered / (std + EPSILON)).nan_to_num(0.0)
@@ -126,8 +126,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    Subtracting the maximum first makes equal rewards exactly 0. Otherwise a rounding error in the mean could remain,
-    and AdamW would scale it up to a normal update.
+    The maximum is subtracted first, so that equal rewards give exactly 0. AdamW would scale up any rounding error.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

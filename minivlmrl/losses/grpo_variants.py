@@ -175,7 +175,7 @@ def off_policy_mask(
 
     Args:
         sampling_per_token_logps: (B, T) log-probabilities from the sampler, NaN where unknown.
-        threshold: maximum mean over a completion, log pi_sampler - log pi, in nats per token.
+        threshold: maximum of log pi_sampler - log pi, averaged over a completion, in nats per token.
     Returns:
         (B, 1) bool, or (B, T) for advantages per token; True for tokens to keep.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.

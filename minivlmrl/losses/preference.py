@@ -24,7 +24,7 @@ from minivlmrl.losses.grpo import check_known
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 # losses defined for all f-divergences, not only reverse_kl
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses that use label_smoothing
 
 
 @dataclass

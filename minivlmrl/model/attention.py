@@ -6,8 +6,8 @@
 
 Each prompt is computed once for all its completions. Results are the same as with one prompt copy per completion.
 
-Dimensions: N tokens in the packed sequence, B groups, R completions, M completion tokens, P tokens in a prompt, C
-tokens in a completion, H query heads, K key/value heads, D head_dim.
+Dimensions: N packed tokens, B groups, R completions, M completion tokens, P tokens in a prompt, C tokens in a
+completion, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class PackedLayout:
     is left out, so a completion with 5 tokens has 4 positions.
 
     Args:
-        prompt_lengths: (B,) prompt lengths, in tokens.
-        completion_lengths: completion lengths per prompt, in tokens.
+        prompt_lengths: (B,) tokens per prompt.
+        completion_lengths: tokens per completion, for each prompt.
         rows: row in the padded loss tensors per completion, None = its own. Turns of one trajectory have the same row.
     """
 
@@ -199,7 +199,7 @@ class DecodeAttention:
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(R), self.device)  # (R,) original row index
-        self.start = start[self.slots.prompt_index]  # (R,) first position id after the prompt
+        self.start = start[self.slots.prompt_index]  # (R,)
         # (R,) KV cache position of the newest token
         self.newest = torch.full_like(self.rows, -1)
         self.layer_states = {i: [x[prompt_index] for x in states] for i, states in prompts.layer_states.items()}

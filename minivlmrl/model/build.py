@@ -30,7 +30,7 @@ PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_si
 
 
 def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """Build a random model and its Processor from a config.json and a tokenizer."""
+    """Build a model with random weights, and its Processor, from config.json and a tokenizer."""
     model = random_weights(config_file, tokenizer, seed)
     return model, random_processor(model.config, tokenizer)
 

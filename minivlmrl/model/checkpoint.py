@@ -81,7 +81,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # a tied head is in the embedding
+    expected = base_weights(model)  # without an LM head that is tied to the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -289,7 +289,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # generation_config.json of a base model may lack <|im_end|>, which ends trained completions
+    # a base model's generation_config.json may lack <|im_end|>, which ends trained completions
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# upper limit, because a million layers by mistake would take minutes to build
+# upper limit, because building a million layers by mistake would take minutes
 Depth = Annotated[int, "[1, 1000]"]
 
 
@@ -31,7 +31,7 @@ class VisionConfig:
     # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; other families override them or read them from config.json
+    # constants in Qwen2-VL; fields or overridden in other families
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # window side, in pixels; None = whole frame
     window_size: ClassVar[int | None] = None
@@ -75,14 +75,14 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys, written back unchanged
 
-    # constants in Qwen2; other families override them or read them from config.json
+    # constants in Qwen2; fields or overridden in other families
     attention_bias: ClassVar[bool] = True  # biases on q, k and v
     qk_norm: ClassVar[bool] = False  # norms on q and k heads
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width
 
     @property
     def head_dim(self) -> int:
-        """Return D, the head width."""
+        """Return D."""
         return self.hidden_size // self.num_attention_heads
 
     @property

@@ -30,7 +30,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# adapter_config.json settings that change the results but are not implemented, so they are rejected
+# unsupported adapter_config.json settings, rejected because they change the results
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",

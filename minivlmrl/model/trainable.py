@@ -38,7 +38,7 @@ def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str,
     prefixes = []
     for text in freeze:
         match = LAYERS.fullmatch(text)
-        if match is None:  # not layers, but a model part
+        if match is None:  # a model part, such as vision
             continue
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})

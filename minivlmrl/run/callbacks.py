@@ -17,7 +17,7 @@ error         on_error        before completed steps are saved
 end           on_run_end      even after an error or a signal
 
 Default callbacks watch a run without changing its numbers: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. They need the folder extras/.
+warn if training does not learn or the loss ignores an input. Default callbacks need the folder extras/.
 To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -45,7 +45,7 @@ class Callback:
     """Base class for callbacks; methods do nothing unless overridden."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        """Check the recipe before anything is loaded and before the ranks connect."""
+        """Check the recipe before the ranks connect."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the recipe before rows and weights are loaded; raise UserError to reject it."""
@@ -61,13 +61,13 @@ class Callback:
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
         world: World,
     ):  # fmt: skip
-        """Check the rows against the new model."""
+        """Check the rows with the model, before the output folder is written."""
 
     def on_error(self, error: Exception):
         """Handle an error that ends the run; raise another exception to replace it."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Run code before the first stage, after config.yaml and the log files were created."""
+        """Run code after config.yaml and the log files were created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         """Run code before a stage starts or resumes."""
@@ -78,7 +78,7 @@ class Callback:
     def after_step(self, trainer: Trainer, number: int):
         """Update state that changes with every step, such as a moving reference model.
 
-        It counts as part of the weight update: a checkpoint contains both or neither.
+        A checkpoint contains both the weight update and this state, or neither.
 
         Args:
             number: step in this stage, from 0.

@@ -1,4 +1,4 @@
-"""Read and write checkpoint tensors as safetensors files, which, unlike pickles, cannot run code.
+"""Read and write checkpoint tensors as safetensors files, because pickle files could run code.
 
 Each rank writes its rows of sharded tensors, and reads its rows from all files, so four ranks can load a checkpoint
 from two ranks. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".

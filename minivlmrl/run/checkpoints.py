@@ -5,9 +5,9 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. They contain no
-random states either, because generators are seeded again from the run seed and the stage, step or row. The folder
-name of an incomplete checkpoint ends in .partial.
+Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. Random states are
+not saved, because generators are seeded from the run seed and the stage, step or row. The folder name of an incomplete
+checkpoint ends in .partial.
 """
 
 import re
@@ -115,7 +115,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     media = datasets if world.is_main else {}  # other ranks have not read the files
     recipe, files = recipe_options(config), fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
-    # rank 0's list for all, because ranks may see different checkpoints on a shared file system
+    # use rank 0's list, because ranks may see different checkpoints on a shared file system
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -209,7 +209,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: file_stamps before its checksums were read, to detect files changed since.
+        stamps: file_stamps from before the checksums were read, to detect later changes.
     """
     try:
         with unchanged(folder, since=stamps):

@@ -114,7 +114,7 @@ def begin_run(results: Results, resumed: Resumed):
     results.write_config()
     for callback in results.callbacks:
         callback.on_run_begin(results.config, log)
-        log.callback(callback.on_run_end)  # even after an error or a signal
+        log.callback(callback.on_run_end)
     log.world.barrier("begin its trackers and callbacks")
     if resumed.folder is None:
         results.measure("start")
@@ -141,7 +141,7 @@ def train_stage(
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
-        # after any checkpoint, so that no step is lost if the evaluation is killed
+        # evaluate after saving, so that no step is lost if the evaluation is killed
         results.evaluate_if_due(trainer, number)
         if number == options.max_steps:
             break

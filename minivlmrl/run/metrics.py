@@ -193,7 +193,7 @@ class MetricsLog(ExitStack):
         shown = dict(zip(names, shown.values(), strict=True))
         self.bar.update(values=dict(list(shown.items())[:3]))
         done, total = number + 1, self.bar.total
-        # notebooks keep all printed lines
+        # print less in notebooks, which keep all printed lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             values = [f"{name}={value}" for name, value in shown.items()]

@@ -49,7 +49,6 @@ class ProgressBar:
             self.draw()
 
     def line(self) -> str:
-        """Format the bar."""
         seconds = time.perf_counter() - self.begin
         share = self.done / max(self.total, 1)
         left = rate = "?"

@@ -22,7 +22,7 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Context manager for a run: at the first stop signal, save a checkpoint and exit.
+    """Context manager that handles stop signals during a run.
 
     A second signal after five seconds (Ctrl-C: one second) ends the process at once. Long tasks, such as sampling, call
     world.stop_if_preempted repeatedly, which raises Preempted after a signal.

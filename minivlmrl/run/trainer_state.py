@@ -17,15 +17,15 @@ class Fingerprints:
 
     base: str | None = None  # base weights of an adapter, not in checkpoints
     rows: dict[str, str] = field(default_factory=dict)  # {option: hash of its data file}
-    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video sizes and times}
+    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
     code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
 
 
 @dataclass
 class TrainerState:
-    seed: int  # run seed
+    seed: int
     stages: list[str]  # in recipe order
-    stage: Annotated[int, ">= 0"] = 0  # current stage
+    stage: Annotated[int, ">= 0"] = 0  # index of the current stage
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
     batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage

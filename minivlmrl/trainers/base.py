@@ -76,7 +76,7 @@ class SampledBatch(MicroBatch):
 
 @dataclass
 class Rollout:
-    """This rank's B * G samples."""
+    """Samples on this rank, G for each of B prompts."""
 
     groups: list[list[Sample]]  # G samples per prompt
     metrics: dict[str, float] = field(default_factory=dict)  # over all ranks
@@ -134,7 +134,7 @@ class Trainer:
 
     stage: str  # stage name, also its section in recipes
     config_type = TrainingOptions  # dataclass for the recipe section
-    needs = "prompts"  # required columns: key in NEEDS of run/datasets.py
+    needs = "prompts"  # kind of training rows, a key in NEEDS in run/datasets.py
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if completions are sampled
     samples_completions = False  # whether the stage samples and scores completions
     trains_policy = True  # False if it trains a separate model

@@ -38,7 +38,7 @@ class GRPOBatch(SampledBatch):
     old_entropies: Tensor | None = None  # (R, T) entropies before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # lowest entropy to train on
-    num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
+    num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
@@ -307,7 +307,7 @@ def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
-    """Return advantages; raise UserError unless every completion has a finite one."""
+    """Raise UserError unless every completion has a finite advantage."""
     is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
     if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
         raise UserError(
