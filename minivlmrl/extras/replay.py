@@ -103,7 +103,7 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Train up to a step, from the last checkpoint before it; return trainer, optimizer, step and rows."""
+    """Train up to a step, starting from the last checkpoint before it."""
     if stage not in config.stage_names:
         raise UserError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "

@@ -2,8 +2,6 @@
 
 minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 minivlmrl report runs/a runs/b --out ab.html  # compares two runs
-
-A report can be written during training.
 """
 
 import argparse
@@ -190,10 +188,7 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Describe how the first held-out metric changed per stage, and whether this can be noise.
-
-    If the accuracy of guessing is known, also say whether the model is not better.
-    """
+    """Describe how the first held-out metric changed per stage, and whether this can be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
     values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # None is NaN

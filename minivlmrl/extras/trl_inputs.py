@@ -99,7 +99,7 @@ class InputCheck(TrainerCallback):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP or DeepSpeed shards the weights."""
+    """Return whether FSDP or DeepSpeed shards the weights."""
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
 
 

@@ -6,8 +6,6 @@ vLLM receives the policy weights before a rollout, and prompts as token ids and 
 minivlmrl samples from them. So completions do not depend on other rows, and in float32 they equal those sampled without
 vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
-vLLM is imported inside functions, because the memory estimate does not need it.
-
 Dimensions: r rows in the batch, V vocabulary size.
 """
 

@@ -134,7 +134,7 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if a metric meets a condition in all of the last 10 steps."""
+        """Return whether a metric meets a condition in all of the last 10 steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
@@ -181,7 +181,7 @@ class WarningRules:
         return [name for name in names if name != "format" or has_tags]
 
     def all_equal(self) -> bool:
-        """Return True if all rewards were constant in the last 10 steps."""
+        """Return whether all rewards were constant in the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.config.rewards]
         return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
 

@@ -35,8 +35,6 @@ class RewardingEnvironment(Environment, Protocol):
 
 @dataclass
 class Settings:
-    """Settings of a tool environment."""
-
     # whether to declare the tools in the system message
     declare_tools: bool = True
     # maximum tool calls per completion; further calls are ignored
@@ -141,7 +139,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read an environment's settings from its attributes, using defaults for missing ones."""
+    """Read an environment's settings from its attributes."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):

@@ -198,7 +198,7 @@ def part(result) -> dict:
 
 
 def valid_text(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 cannot encode, with "?", recursing into lists and dicts."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with "?"."""
     return map_nested(value, lambda text: text.encode(errors="replace").decode())
 
 

@@ -14,7 +14,7 @@ from minivlmrl.errors import UserError
 class ToolProcessor(Processor):
     """Processor for runs with tool calls."""
 
-    tools: Sequence[str] = ()  # tool names
+    tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
         """Merge results of calls such as <search>cats</search> into the assistant turn as <result>...</result>."""

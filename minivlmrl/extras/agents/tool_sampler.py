@@ -204,9 +204,9 @@ class AnswerAttention(DecodeAttention):
         self.decoding = decoding
         self.layer_states = decoding.layer_states
         self.answer_spans = []
-        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one per prompt
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.tolist()  # newest cache position per row
-        # (batch row, packed tokens) as slices, one pair per result
+        # (batch row, packed tokens) slices per result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -236,7 +236,7 @@ class AnswerAttention(DecodeAttention):
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # queries for one result: (1, heads, tokens, D)
+            # queries: (1, heads, tokens, D)
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)

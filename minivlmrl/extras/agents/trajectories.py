@@ -40,7 +40,6 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return TrajectorySampler if each turn has its own prompt, else ToolSampler."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
@@ -78,7 +77,7 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Return True if the last turn called a tool, and the environment is not done."""
+        """Return whether the last turn called a tool, and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
@@ -118,7 +117,7 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for multi-turn trajectories.
 
-    A turn's seed consists of prompt seed, index in the group and turn number. Sharded weights are gathered before
+    Sharded weights are gathered before
     the first turn: gathering needs all ranks, and some may have no later turns.
     """
 

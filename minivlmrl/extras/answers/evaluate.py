@@ -163,7 +163,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return True if a recipe sets all options to the same values."""
+    """Return whether a recipe sets all options to the same values."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())

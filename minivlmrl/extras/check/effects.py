@@ -21,12 +21,12 @@ Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
 def on_policy(config: RunConfig) -> bool:
-    """Return True if each rollout is used for one optimizer step, so that all policy ratios are 1."""
+    """Return whether each rollout is used for one optimizer step, so that all policy ratios are 1."""
     return config.grpo.num_iterations * config.grpo.steps_per_generation == 1
 
 
 def own_loss(config: RunConfig) -> bool:
-    """Return True if the GRPO loss is the user's own function, which may use any grpo option."""
+    """Return whether the GRPO loss is the user's own function, which may use any grpo option."""
     return ":" in config.grpo.loss_type
 
 
@@ -191,7 +191,7 @@ def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[lis
 
 
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
-    """Return True if an option such as "grpo.beta" differs from its default."""
+    """Return whether an option such as "grpo.beta" differs from its default."""
     path, _, name = option.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return getattr(section, name) != getattr(type(section)(), name)

@@ -21,7 +21,6 @@ NUM_DECODED = 1000  # maximum number of rows whose images are decoded
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the evaluation rows, and compare their images with training images."""
     held_out = datasets.get("eval")
     if held_out is None:
         return

@@ -43,9 +43,7 @@ TYPICAL_WEIGHT = 0.01  # typical magnitude in models with billions of parameters
 
 
 class Preflight(Callback):
-    """Check and describe the recipe, rows and rewards before the first step."""
-
-    mistakes: Sequence[str] = ()  # printed when training begins
+    mistakes: Sequence[str] = ()
 
     def on_setup(self, config: RunConfig, world: World):
         if world.is_main:

@@ -51,7 +51,7 @@ class Trial:
     weights: Tensor  # (K,)
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # length of the longest text, in tokens
+    max_new_tokens: int = 64  # longest text, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
         """Return rewards, (rows, K), for one completion text per row."""
@@ -132,7 +132,7 @@ def check_contradictions(
         has_labels = trainer.needs == "labels"
         is_good = [not has_labels or bool(row.columns["label"]) for row in rows]
         is_wrong = (scores[0] > highest / 2) != torch.tensor(is_good)
-        is_wrong |= scores[0] < scores[-1]  # the rejected answer scores higher
+        is_wrong |= scores[0] < scores[-1]
         is_wrong &= ~scores.isnan().any(0)
         num_wrong = int(is_wrong.sum())
         if highest > 0 and num_wrong > max(1, 0.05 * len(rows)):
@@ -395,8 +395,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     """Return different ways to write a row's correct answer; `str(solution)` is last.
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
-        "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. Boxes are converted to the
-        model's unit.
+    "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. Boxes get the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution

@@ -29,7 +29,6 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows of one stage."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_duplicates(all_rows)
     rows = sample_rows(all_rows)
@@ -71,7 +70,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def misplaces_result(turns: Sequence[dict]) -> bool:
-    """Return True if tool results, matched by id, are not in the order of their calls."""
+    """Return whether tool results, matched by id, are not in the order of their calls."""
     calls = iter(())
     for turn in turns:
         if turn["role"] != "tool":

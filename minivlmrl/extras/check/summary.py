@@ -22,7 +22,7 @@ def describe_device(device: torch.device) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # driver_version() returns, for example, "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
+    # example: "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (

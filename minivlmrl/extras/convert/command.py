@@ -246,7 +246,7 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write a JSON Lines or parquet file; parquet needs a first pass over the rows to find column types."""
+    """Write a JSON Lines or parquet file; parquet needs a first pass to find column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():

@@ -177,7 +177,7 @@ def _list_of_cell(name: str, cell: str) -> Plain:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a missing quote seems to have merged several CSV rows into one cell."""
+    """Return whether a missing quote seems to have merged several CSV rows into one cell."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

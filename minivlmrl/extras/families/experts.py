@@ -44,7 +44,7 @@ class ExpertsConfig(ModelConfig):
         require(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
 
     def has_experts(self, index: int) -> bool:
-        """Return True if layer `index` has experts instead of an MLP."""
+        """Return whether layer `index` has experts instead of an MLP."""
         return True
 
 

@@ -137,7 +137,7 @@ def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
 
 
 def accepts(config: RunConfig, stage: str, micro_batch_size: int) -> bool:
-    """Return True if the stage accepts this micro-batch size."""
+    """Return whether the stage accepts this micro-batch size."""
     section = replace(getattr(config, stage), micro_batch_size=micro_batch_size)
     changed = copy.copy(config)
     setattr(changed, stage, section)

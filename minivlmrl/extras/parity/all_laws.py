@@ -25,8 +25,6 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """Findings about a loss."""
-
     findings: dict[str, list[Finding]]  # {tried law: findings}
 
     def sentences(self, kind: str) -> list[str]:

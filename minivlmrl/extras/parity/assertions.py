@@ -17,7 +17,7 @@ from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
-    """Assert that a recorded step equals the recomputed one: loss, gradients and all other numbers.
+    """Assert that all numbers in a recorded step equal the recomputed ones.
 
     Raises ValueError if the folder does not contain a step, or nothing could be compared.
     """

@@ -40,7 +40,7 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    explained: Sequence[Bug] = ()  # known bugs that explain the wrong numbers
+    explained: Sequence[Bug] = ()
     again: bool = False  # whether an earlier stage has the same bug
     groups: int = 0  # number of differing groups, see count_groups
     has_ended: bool = False  # whether the search reached its time limit

@@ -54,8 +54,6 @@ def loss_and_gradient(
 
     Args:
         my_loss: loss in a form from config/loss_forms.py.
-        batch: tensors by name; the loss gets copies.
-        options: options by name.
         read: set that collects the names of tensors and options that the loss reads.
 
     Raises:

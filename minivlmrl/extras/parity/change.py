@@ -1,7 +1,4 @@
-"""Recompute a training step as if the trainer had a known bug.
-
-For example, a bug may halve the rewards, or give completions the advantage of the next one in their group.
-"""
+"""Recompute a training step as if the trainer had a known bug."""
 
 from collections.abc import Callable
 from typing import Any

@@ -224,8 +224,6 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 
 @dataclass
 class Audited:
-    """Result for a candidate."""
-
     candidate: Candidate
     result: str  # agrees, design, mistake, broken law, differs or not bound
     says: str

@@ -1,7 +1,5 @@
 """`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone, and name mistakes.
 
-With `--laws`, a loss is checked against laws (all_laws.py) instead of recorded numbers.
-
 Exit status: 0 if all numbers agree and all laws hold, 1 if not, 2 if nothing could be compared. For a clone, 1 means a
 mistake or a broken law in a loss.
 """

@@ -43,8 +43,6 @@ def as_step(
     """Convert a loss test case to a recorded step, in which `parity` can search for bugs.
 
     Args:
-        batch: case tensors, by name.
-        options: loss options, by name.
         value: loss from the checked function.
         gradient: its gradient with respect to the log-probabilities.
         tolerance: maximum error in both, as in `minivlmrl.extras.parity.loss.check`.

@@ -32,9 +32,6 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
     Returns:
         (n, S) log-probs, 0 in all other rows, and the model, None if all rows came from the cache.
-
-    Raises:
-        SearchEndedError: after the deadline.
     """
     deviations = str({name: value for name, value in change.items() if name not in AFTER_FORWARD})
     images = shown(d)

@@ -1,7 +1,6 @@
 """List wrong orders of rows and tokens, and parts of a step that a bug may affect.
 
-For example, completions may have the advantage of the next completion in their group, or the advantages may be wrong
-only for truncated completions.
+Example: completions have the advantage of the next one in their group.
 """
 
 from collections.abc import Callable
