@@ -142,6 +142,8 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
             )
         if world.is_main:
             print(change.text, flush=True)
+        if change.resets_best:
+            state.best = None
     state.recipe, state.files, state.stages = new.recipe, new.files, new.stages
     return Resumed(folder, state, saved, stamps)
 

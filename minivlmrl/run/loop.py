@@ -19,7 +19,7 @@ from minivlmrl.run.checkpoints import UPDATE, CheckpointManager, Resumed, load_c
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
-from minivlmrl.run.results import Results, check_output_dir, check_outputs
+from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
@@ -111,6 +111,8 @@ def begin_run(results: Results, resumed: Resumed):
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
             remove_state(folder)
     log.open_files(resumed.folder)
+    if not log.world.gather_objects((results.folder / BEST).is_dir())[0]:  # resumed in another folder
+        results.state.best = None
     results.write_config()
     for callback in results.callbacks:
         callback.on_run_begin(results.config, log)

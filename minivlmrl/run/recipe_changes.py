@@ -22,6 +22,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # options that determine the best evaluation
 
 
 class Change(NamedTuple):
@@ -29,6 +30,7 @@ class Change(NamedTuple):
 
     text: str  # message for the user
     moves_rows: bool  # whether the rest of the stage would skip or repeat rows
+    resets_best: bool  # whether the best evaluation so far cannot be compared with later ones
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
@@ -90,7 +92,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         before, now = old.recipe.get(name), new.recipe.get(name)
         if before != now:
             text = f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
-            yield Change(text, name in batch_sizes or is_about_rows(name))
+            yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     tables = (
         ("rows of", old.files.rows, new.files.rows),
         ("sizes or times of image and video files of", old.files.media, new.files.media),
@@ -100,7 +102,8 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         for name in sorted(before.keys() & now.keys()):  # added or removed files are changed options, yielded above
             if before[name] != now[name]:
                 moves_rows = words == "rows of" and is_about_rows(name)
-                yield Change(f"changed since {saved} was saved: {words} {name}", moves_rows)
+                text = f"changed since {saved} was saved: {words} {name}"
+                yield Change(text, moves_rows, name in BEST_OPTIONS)
 
 
 def is_about_rows(option: str) -> bool:

@@ -12,13 +12,15 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError, error_phase, pluralize
+from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
-from minivlmrl.run.metrics import METRICS, MetricsLog, short_names
+from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
@@ -36,10 +38,17 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise UserError if the run would overwrite earlier results."""
+    """Raise UserError if the run would overwrite earlier results, or the user's own files."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
+    replaced = [RUN_CONFIG, COMPLETIONS, IMAGES, "tensorboard", *FILES]
+    own = [name for name in replaced if (folder / name).exists()]
+    if own and not has_states and not metrics_file.exists():
+        raise UserError(
+            f"output_dir: {folder} contains {', '.join(own)}, which the run would replace, but no {METRICS}, so they "
+            "are not an earlier run's; choose another --output_dir, or move them"
+        )
     has_results = (folder / SUMMARY).exists()
     if not config.stages and metrics_file.exists():  # a run without stages would also overwrite metrics
         has_results = has_results or metrics_file.stat().st_size > 0
@@ -81,7 +90,7 @@ class Results:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
             first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows this line
             text = first_line + to_yaml(self.config)
-            (self.folder / "config.yaml").write_bytes(text.encode())
+            (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate before the first stage or after a stage, and store the metrics for summary.json."""

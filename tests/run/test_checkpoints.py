@@ -35,7 +35,7 @@ from minivlmrl.run.lock import locked
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
-from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.run.trainer_state import TrainerState, read_trainer_state
 from tests.helpers import tiny
 from tests.helpers.children import fork_processes, hook_call
 from tests.helpers.on_ranks import ONE, eager
@@ -600,6 +600,21 @@ def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished
     assert outcome(new) == outcome(finished)
     images = [{path.name: path.read_bytes() for path in (folder / "images").iterdir()} for folder in (new, finished)]
     assert images[0] == images[1] and images[0]
+
+
+@pytest.mark.parametrize(("options", "has_best"), [
+    ([BEST], False), (["--best_metric=eval/accuracy_greedy"], True), ([BEST, "--data.eval_rows=1"], True),
+])  # fmt: skip
+def test_a_best_evaluation_of_something_else_is_forgotten(recipe, copy, tmp_path, monkeypatch, options, has_best):
+    """The earlier run's best score, 5, is above all accuracies, so it would keep best/ as it is."""
+    state = read_trainer_state(copy / "states" / "000003")
+    state.best, state.recipe["best_metric"] = 5.0, "eval/accuracy_sampled"
+    monkeypatch.setattr(resume_file, "select_checkpoint", lambda *_: (copy / "states" / "000003", state, {}))
+    monkeypatch.setattr(loop, "load_checkpoint", lambda *_: None)
+    for folder, expected in ((copy, has_best), (tmp_path / "new", True)):
+        (copy / "best").mkdir(exist_ok=True)
+        resume(recipe, folder, f"--resume={copy / 'states' / '000003'}", *options)
+        assert (folder / "best" / "checkpoint").exists() == expected
 
 
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):

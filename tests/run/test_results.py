@@ -106,6 +106,17 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "completions.jsonl", "images", "tensorboard"])
+def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
+    (tmp_path / name).mkdir()
+    for resume in ("null", "never", "auto"):
+        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path}", f"--resume={resume}"])
+        with pytest.raises(ValueError, match=f"contains {name}, which the run would replace, but no metrics.jsonl"):
+            file.check_output_dir(config)
+    (tmp_path / "metrics.jsonl").touch()  # of a run that ended early
+    file.check_output_dir(config)
+
+
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
 JUDGES = "--data.eval_rewards=[accuracy, format]"
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2", JUDGES)
