@@ -1,7 +1,4 @@
-"""Benchmark helpers: timers, the option --toy, and numbers printed as JSON lines.
-
-first_gpu_hour.py reads the JSON lines from its parts.
-"""
+"""Benchmark helpers: timers, the option --toy, and numbers as JSON lines for first_gpu_hour.py."""
 
 import argparse
 import datetime

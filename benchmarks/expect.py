@@ -11,7 +11,7 @@ A band extends from the lowest to the highest recorded result, plus two standard
 error is that of an accuracy on held-out rows (Agresti and Coull: with two more correct and two more wrong rows, so that
 it is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a failed run would hide
 regressions, so the band leaves out the lowest of ten runs. One correct run in ten may then be below its band: try
-another seed. A result above its band is reported, but is not a failure.
+another seed.
 """
 
 import json
@@ -37,7 +37,6 @@ FREE = {
 
 
 def main(arguments: list[str]):
-    """Train as one rank, compare the results on rank 0, and exit."""
     try:
         config, runs = find(arguments)
     except ValueError as error:

@@ -59,7 +59,6 @@ PARTS = {
 
 
 def main() -> int:
-    """Run the unfinished parts, and write their numbers; return how many failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
     parser.add_argument("--minutes", type=float, default=7, help="begin no part that may end later")
@@ -121,7 +120,7 @@ def run(part: Part, toy: bool, output: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the JSON lines that a part or this script wrote to a file; [] if there is no file."""
+    """Return the JSON lines in a file; [] if there is no file."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.startswith(('{"card": ', '{"part": ')) and line.endswith("}")]
 

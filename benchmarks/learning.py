@@ -113,7 +113,6 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 
 
 def row_of(entry: Entry, summary: dict) -> dict:
-    """Return the numbers in a table row."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
     # evaluations before and after the last stage; the first reward is the first metric
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]

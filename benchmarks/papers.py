@@ -213,7 +213,6 @@ def ending(curves: dict, method: str) -> str:
 
 
 def table(curves: dict, blind: dict) -> str:
-    """Return the last section of README.md."""
     seeds = sorted(curves.get("grpo", {}), key=int)
     rows = []
     for method in METHODS:

@@ -6,7 +6,7 @@
 Both trainers start from the same SFT model, with the same rows in the same order and the same options, which were not
 tuned. The same function evaluates both on the same held-out images, while the clock is stopped. A run is a process with
 one thread, and the trainers alternate. TRL has its defaults, except for method options, and for options that make it
-faster on a CPU: all completions of a step in one batch, no gradient checkpointing. Its processor needs no torchvision.
+faster on a CPU: all completions of a step in one batch, no gradient checkpointing.
 """
 
 import argparse

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 # Kernel files import tl and triton from here; without Triton, these are placeholders. Importing Triton takes 70 MiB, so
-# it is imported only if there is a GPU, if an environment variable requests it, or if it is already imported.
+# it is imported only with a GPU, if an environment variable requests it, or if other code has imported it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None

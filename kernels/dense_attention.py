@@ -59,7 +59,7 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute softmax(q k^T D^-1/2) v; several query heads may share a key head.
+    """Compute softmax(q k^T D^-1/2) v.
 
     Args:
         q: (S, H, L, D), sequences, query heads, queries, head dimension.

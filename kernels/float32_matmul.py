@@ -37,8 +37,8 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def has_float32_products(device: torch.device) -> bool:
     """Check whether a device can multiply 16-bit matrices with a float32 result.
 
-    True for NVIDIA GPUs since compute capability 8.0. On older GPUs, a small product is tried. If it fails, float32
-    copies are used instead, with a warning.
+    True for NVIDIA GPUs from compute capability 8.0. On older GPUs, a small product is tried, with a warning if it
+    fails.
     """
     # torch.mm, bmm and addmm have out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:

@@ -104,8 +104,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the number of ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # With fewer rows, use more ids, because small products do not fill a GPU. With more than 8,192 ids, the head's
-    # float32 gradient would be too large.
+    # With fewer rows, use more ids, because small products do not fill a GPU. More than 8,192 ids would make the head's
+    # float32 gradient too large.
     step = TILE // 4  # 1,024, a multiple of GPU tile sizes
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -208,8 +208,8 @@ def _linear_log_softmax_backward(
     """Return gradients of hidden states and head, empty if not needed."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Skip tokens without gradient, but not on a GPU, where the CPU would have to wait for their number, and not with a
-    # sampling mask, which contains token indices.
+    # Skip tokens without gradient, but not on a GPU, where the CPU would wait for their number, and not with a sampling
+    # mask, which contains token indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):

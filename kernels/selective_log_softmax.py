@@ -99,8 +99,8 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# Programs read a row in blocks of 8 x 1,024 logits. Each of the 1,024 columns has its own maximum and sums. They are
-# combined only after the loop, because combining columns makes threads wait.
+# Programs read a row in blocks of 8 x 1,024 logits. Each of the 1,024 columns has its own maximum and sums, combined
+# only after the loop, because combining columns makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4

@@ -51,7 +51,6 @@ def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], d
 
 
 def check_float32_matmul(device: str) -> list[float]:
-    """Check float32 products of 16-bit matrices, and of batches of matrices."""
     errors = []
     for leading in ((), (2, 3)):
         a, b = (torch.randn(*leading, *size).to(DTYPE) for size in ((40, 256), (256, 80)))

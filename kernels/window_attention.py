@@ -14,8 +14,8 @@ Triton's backward recomputes attention weights in registers, so only q, k and v 
 in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16, because of a compiler bug in
 Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-For windows in eight photographs on an H200, forward and backward take 1 ms with one varlen_attn call, and 39 ms with
-128 scaled_dot_product_attention calls.
+Windows in eight photographs, forward and backward on an H200: 1 ms in one varlen_attn call, 39 ms in 128 calls to
+scaled_dot_product_attention.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Advantages: rewards relative to the other completions for the same prompt.
-
-ADVANTAGES maps values of the option grpo.advantages to functions.
-"""
+"""Advantages: rewards relative to the other completions for the same prompt."""
 
 from collections.abc import Callable
 
@@ -111,10 +108,7 @@ def standardize(values: Tensor) -> Tensor:
 
 
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
-    """Compute standard deviations within groups: (n,) -> (n / num_generations,).
-
-    A group with standard deviation 0 has no gradient, because its advantages are 0.
-    """
+    """Compute standard deviations within groups: (n,) -> (n / num_generations,)."""
     return nanstd(to_groups(rewards, num_generations))
 
 

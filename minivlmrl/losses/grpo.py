@@ -139,11 +139,11 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class TermInputs:
     """Inputs for the functions in TERMS."""
 
-    logps: Tensor  # (B, T) log-probabilities in nats, with gradient
+    logps: Tensor  # (B, T) policy log-probabilities
     log_ratio: Tensor  # (B, T) log pi - log pi_old, always per token
     ratio: Tensor  # pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1), or (B, T) per token
-    mask: Tensor  # (B, T), 1 for tokens to train on
+    mask: Tensor  # (B, T)
     epsilon_low: float
     epsilon_high: float
 
@@ -225,7 +225,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over tokens per completion, then over completions in the step
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
-    # mean over all tokens in the step, so that all tokens have the same weight
+    # mean over all tokens in the step: all tokens have the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
     # divide by a constant instead of completion lengths, to avoid length bias
     "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),

@@ -160,8 +160,8 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: number of kept tokens in the optimizer step. The default is TRL's estimate: kept tokens in this
-            batch, divided by its share of the completions in the step.
+        num_tokens: kept tokens in the optimizer step, by default estimated as in TRL: those in this batch, divided by
+            its share of the completions.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)

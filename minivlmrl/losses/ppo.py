@@ -7,9 +7,7 @@ from torch import Tensor
 def token_rewards(
     scores: Tensor, logps: Tensor, ref_logps: Tensor, mask: Tensor, kl_coef: float = 0.05, kl_estimator: str = "k1"
 ) -> Tensor:
-    """Compute PPO's token rewards: a KL penalty, plus the score at the last token.
-
-    The penalty is -kl_coef times the estimated KL between policy and reference.
+    """Compute PPO's token rewards: -kl_coef * KL(pi || pi_ref), plus the score at the last token.
 
     Args:
         scores: (B,) rewards for whole completions.

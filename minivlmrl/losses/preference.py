@@ -1,6 +1,6 @@
 """Losses on preference pairs: DPO, its variants, and the reward model loss.
 
-preference.py imports only torch and grpo.py, so you can copy both files into your own project.
+preference.py imports only torch and grpo.py, so you can copy both files.
 
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
@@ -128,7 +128,7 @@ def dpo_loss(
         use_weighting: whether to weight pairs by their policy probability (WPO).
         discopop_tau: DiscoPOP temperature, > 0.
         ref_per_token_logps: (B, 2, T) reference log-probabilities, without gradient.
-        ref_logps: (B, 2) answer_logps(ref_per_token_logps, ...), if ref_per_token_logps is not given.
+        ref_logps: (B, 2) answer_logps(ref_per_token_logps, ...), as an alternative.
         log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, without gradient; required by use_weighting.
         normalizer: totals for the step. `tokens` counts only chosen answers, the denominator in sft.
     Returns:
@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # num_pairs / B cancels the sum over B pairs and the division by num_pairs below
+    # num_pairs / B cancels the sum over B pairs and the division at the end
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. Decoder, sampler and losses need no change, because
-inject_adapters replaces the linear layers in the model.
+Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. inject_adapters replaces linear layers with
+LoRALinear layers.
 
 Dimensions: N tokens, r adapter rank.
 """
@@ -293,7 +293,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
-    """Replace a linear layer with a LoRALinear with zero weights, and discard any old adapter."""
+    """Replace a linear layer with a zero-initialized LoRALinear, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -44,7 +44,7 @@ class GroupBatch:
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
-        """Arrange values for completion tokens (M,) in rows (R, T), right-padded with zeros."""
+        """Arrange per-token values (M,) in rows (R, T), right-padded with zeros."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
         padded = per_token.new_zeros(R * T)

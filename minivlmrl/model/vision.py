@@ -110,7 +110,7 @@ class VisionLayout:
     order: Tensor  # (P,) window order -> index in pixel_values
     raster_order: Tensor  # (M,) raster order -> index in window order
     cos: Tensor  # (P, 1, 1, D) float32 rotary cosines, in window order
-    sin: Tensor  # (P, 1, 1, D) float32 rotary sines, in window order
+    sin: Tensor  # (P, 1, 1, D) float32 rotary sines
     windows: Segments  # attention segments for blocks with window attention
     frames: Segments  # attention segments for blocks in config.fullatt_block_indexes
 

@@ -99,14 +99,14 @@ class Callback:
 
 
 class Callbacks(list[Callback]):
-    """List of callbacks. Calling a method calls it on each callback, and returns a list of results."""
+    """List of callbacks; calling a method calls it on each callback and returns a list of results."""
 
     def __getattr__(self, method: str) -> Callable[..., list]:
         return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
 
 
 class Watcher(Callback):
-    """Base class for callbacks that must not end a run: after an error in one, the run continues without it."""
+    """Base class for callbacks whose errors must not end the run."""
 
     failed = False
 

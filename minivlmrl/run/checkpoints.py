@@ -6,8 +6,8 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. Random states are
-not saved, because generators are seeded from the run seed and the stage, step or row. The folder name of an incomplete
-checkpoint ends in .partial.
+not saved, because generators are seeded from the run seed and the stage, step or row. Incomplete checkpoints have names
+that end in .partial.
 """
 
 import re

@@ -38,7 +38,7 @@ SPEED_STEPS = 10  # steps to average for the printed speed
 MANY_STEPS = 50  # longer stages print only every tenth step
 # {metric: reduction over micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# {metric: (mean, weight)}; the weight is the number of tokens or answers
+# {metric: (mean, number of tokens or answers)}
 Means = dict[str, tuple[float, float]]
 
 
@@ -121,7 +121,7 @@ class MetricsLog(ExitStack):
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Remember the line counts of the log files after a step, for the next checkpoint.
+        """Store the line counts of the log files for the next checkpoint.
 
         Rank 0 sends them to all ranks, because after an error, any rank may save the checkpoint.
         """
@@ -136,8 +136,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        Lines from evaluations after the last step are left out, because a resumed run repeats them. After an error
-        between an update and `snapshot_line_counts`, all lines are counted, but only on rank 0.
+        This excludes evaluations after the last step, which a resumed run repeats. After an error between an update and
+        `snapshot_line_counts`, it includes all lines, but only on rank 0.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -262,8 +262,8 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    In float32, the largest difference must not exceed rollout.max_logp_mismatch, in nats. In bfloat16, the root mean
-    square over tokens must not exceed a tenth of rollout.max_logp_mismatch.
+    The bound in nats is rollout.max_logp_mismatch for the largest difference in float32, and a tenth of it for the root
+    mean square in bfloat16.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch

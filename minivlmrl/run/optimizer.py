@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer for all parameters that require gradients."""
-    # FSDP may still hold full weights after a forward pass, but the optimizer needs shards
+    # free full weights that FSDP may still hold after a forward pass
     reshard(model)
     return make_optimizer(trained_parameters(model), options, section)
 

@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Return a message that names the rank that ended or hangs after a failed collective, "" if all ranks answer."""
+    """Name the rank that ended or hangs after a failed collective; return "" if all ranks answer."""
     failures = []
 
     def ask():

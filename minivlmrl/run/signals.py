@@ -40,7 +40,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        self.handlers = {}  # {signal: previous handler}, for __exit__
+        self.handlers = {}  # {signal: previous handler}
         # Python sets signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:

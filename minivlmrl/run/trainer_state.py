@@ -65,7 +65,6 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read run.json in a checkpoint."""
     content = read_json(folder / RUN)
     content.setdefault("batches_consumed", content.get("draws", 0))  # "draws" in older checkpoints
     return build(TrainerState, content, str(folder / RUN), json=True)

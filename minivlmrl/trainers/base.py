@@ -116,9 +116,9 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # identical on all ranks
-    ends_rollout: bool = True  # whether it is the last step on its rollout, after which checkpoints can be saved
+    ends_rollout: bool = True  # last step on its rollout, after which checkpoints can be saved
     rollout: Rollout | None = None  # rollout to train on
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
+    groups: Sequence[list[Sample]] = ()  # sampled on this rank, but other ranks may train on them
 
 
 class Trainer:

@@ -50,7 +50,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups, including groups with equal rewards only if there are too few others."""
+    """Build a rollout from `count` groups, preferably with rewards that differ."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.options.steps_per_rollout
     local = []  # groups on this rank, in optimizer-step order

@@ -45,8 +45,6 @@ class GRPOBatch(SampledBatch):
 
 
 class GRPOTrainer(RolloutTrainer):
-    """GRPO and its variants."""
-
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
@@ -104,7 +102,7 @@ class GRPOTrainer(RolloutTrainer):
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if options.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. advantages: compare samples within their group
+        # 2. advantages
         advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
         # 3. packed micro-batches, with log-probabilities
         steps = [self.micro_batches(groups, advantages) for groups in parts]
@@ -258,8 +256,8 @@ class GRPOTrainer(RolloutTrainer):
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
         """Scale clip ratios so that they can be summed over micro-batches in a step, as in TRL.
 
-        The denominator is all tokens in the step (GSPO, RLOO: completions). Completions dropped because their
-        advantage is 0 are never clipped.
+        The denominator is all tokens in the step (GSPO, RLOO: completions). Dropped completions have advantage 0, so
+        they are never clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":

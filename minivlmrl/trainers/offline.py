@@ -33,7 +33,7 @@ class AnswerBatch(MicroBatch):
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages that learn from answers in the dataset, with one optimizer step per batch.
+    """Base class for stages with answers in the dataset; each batch is one optimizer step.
 
     Subclasses define `loss` and the Row fields with answers, such as ("chosen", "rejected").
     """

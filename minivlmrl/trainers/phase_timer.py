@@ -7,7 +7,7 @@ import torch
 
 
 class PhaseTimer:
-    """Measure consecutive phases in seconds, without waiting for the GPU between them.
+    """Timer that does not wait for the GPU between phases.
 
     CUDA events mark phase beginnings, because GPU work runs later than its Python code.
     """

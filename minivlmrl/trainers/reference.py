@@ -65,7 +65,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # a list, so that torch does not register the policy, which checkpoints would then save twice
+        # a list, so that torch does not register the policy as a submodule
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]

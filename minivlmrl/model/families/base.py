@@ -16,7 +16,7 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 
 
 class Family:
-    """Base class for a model family, with the defaults of Qwen2.5-VL; see docs/developer_guide.md.
+    """Model family, with defaults for Qwen2.5-VL; see docs/developer_guide.md.
 
     Subclasses override layers, config.json, tensors in weight files, prompts and images.
     """
