@@ -95,7 +95,7 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print the last stage's results with their bands; return True if one is below."""
+    """Print the last stage's results with their bands; return True if one is below its band."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

@@ -180,9 +180,9 @@ def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProce
 def transformers(toy: bool):
     """Compare log-probabilities and gradients with the transformers model, which shares the parameters.
 
-    The batch is one prompt with 1,024 image tokens and 8 completions with 256 tokens. Our packed results are compared
-    with rows that repeat the prompt for each completion, in our model and in transformers. In float32, with two decoder
-    layers and two vision blocks, all must agree.
+    The batch is one prompt with 1,024 image tokens and 8 completions with 256 tokens. Packed results are compared with
+    unpacked rows, one per completion, in our model and in transformers. In float32, with two decoder layers and two
+    vision blocks, all must agree.
     """
     torch.backends.cudnn.allow_tf32 = False  # otherwise Conv3d in transformers uses TF32, with ten bits
     with tempfile.TemporaryDirectory() as folder:

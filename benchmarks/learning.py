@@ -4,8 +4,8 @@
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo digits --threads 2
 
-Runs are also written to recipes/expected.json, which benchmarks/expect.py reads, except for runs with overrides or with
-options that refer to another script's files. Recipes in LONG run only if --only names them.
+Runs are also recorded in recipes/expected.json for benchmarks/expect.py, unless they have overrides or need files from
+another script. Recipes in LONG run only if --only names them.
 
 A table row is one run of train.py, by default on one thread, so results do not depend on the number of cores. `sampled`
 and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of held-out pairs

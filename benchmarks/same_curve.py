@@ -166,7 +166,7 @@ def train_trl(work: Path, sizes: tuple, seed: int) -> dict:
             max_steps=steps, learning_rate=grpo.learning_rate, lr_scheduler_type="linear",
             warmup_steps=grpo.warmup_steps, adam_beta2=grpo.adam_beta2, beta=grpo.beta, loss_type=grpo.loss_type,
             reward_weights=list(config.rewards.values()), seed=seed, shuffle_dataset=False,
-            # float32 on a CPU, without files
+            # float32 on a CPU, without checkpoints and logs
             use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=steps + 1, save_strategy="no",
             report_to="none", disable_tqdm=True, output_dir=str(work / f"trl_{seed}"),
         ),

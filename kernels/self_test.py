@@ -1,4 +1,4 @@
-"""Compare bfloat16 matrix products and Triton kernels with float64 on the CPU, for sizes in real models.
+"""Compare bfloat16 matrix products and Triton kernels with float64 on the CPU, at sizes of real models.
 
     python -m minivlmrl.kernels.self_test                              # everything, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention

@@ -31,7 +31,8 @@ class PackedLayout:
     Args:
         prompt_lengths: (B,) tokens per prompt.
         completion_lengths: tokens per completion, for each prompt.
-        rows: row in the padded loss tensors per completion, None = its own. Turns of one trajectory have the same row.
+        rows: row in the padded loss tensors for each completion, None = one row each. Turns of one trajectory share a
+            row.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # (rows, new tokens) per call to a recurrent layer
+    # slices of rows and of new tokens, for each call to a recurrent layer
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

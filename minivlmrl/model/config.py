@@ -17,7 +17,7 @@ class VisionConfig:
     """Vision tower config, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
 
     depth: Depth = 32  # transformer blocks
-    hidden_size: Size = 3584  # E
+    hidden_size: Size = 3584
     intermediate_size: Size = 3420
     num_heads: Size = 16
     out_hidden_size: Size = 3584  # decoder hidden_size

@@ -29,7 +29,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     vision = _section(config, where, "vision_config")
     flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
-    flat.pop("mrope_section", None)  # only mrope_section in the rope settings counts
+    flat.pop("mrope_section", None)  # use only mrope_section in the rope settings
     rope = _rope(flat, where)
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
@@ -143,7 +143,7 @@ def _check(model_config: ModelConfig):
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # otherwise computed from other fields
+    has_head_dim = "head_dim" in vars(model_config)  # otherwise head_dim is computed from other fields
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [  # (whether the rule holds, field, value, expected)

@@ -138,7 +138,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
-    """Read a PEFT folder: {layer: (r, scaling)} and {parameter name: weight}."""
+    """Read a PEFT folder; return {layer: (r, scaling)} and {parameter name: weight}."""
     folder = find_adapter(folder)
     with unchanged(folder):
         config = _read_config(folder / CONFIG)

@@ -61,7 +61,7 @@ class Callback:
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
         world: World,
     ):  # fmt: skip
-        """Check the rows with the model, before the output folder is written."""
+        """Check rows and model before the output folder is written."""
 
     def on_error(self, error: Exception):
         """Handle an error that ends the run; raise another exception to replace it."""

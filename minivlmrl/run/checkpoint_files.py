@@ -24,7 +24,7 @@ FILE_SIZE = 2**30  # approximate file size in bytes; files are built in CPU memo
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks from weight files, to hash them.
 
-    Training changes values in every block, so 1,024 evenly spaced blocks are enough for files above 64 MiB.
+    Training changes values in every block, so hashing 1,024 evenly spaced blocks is enough for files above 64 MiB.
     """
     for file in files:
         size = file.stat().st_size

@@ -112,7 +112,7 @@ class Resumed(NamedTuple):
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
     """Select the checkpoint for option `resume`, and compare its recipe and files with this run's."""
-    media = datasets if world.is_main else {}  # other ranks have not read the files
+    media = datasets if world.is_main else {}  # only rank 0 has read media files
     recipe, files = recipe_options(config), fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
     # use rank 0's list, because ranks may see different checkpoints on a shared file system

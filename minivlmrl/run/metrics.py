@@ -60,7 +60,7 @@ class MetricsLog(ExitStack):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def open_files(self, resumed: Path | None = None):
-        """Create the log files, or truncate those of a resumed run to its checkpoint."""
+        """Create the log files; in a resumed run, truncate them to their length in the checkpoint."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
@@ -237,7 +237,7 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or truncate it to the resumed checkpoint; return the number of lines."""
+    """Create a log file, or truncate it to its length in the resumed checkpoint; return the number of lines."""
     if resumed is None:
         path.write_bytes(b"")
         return 0

@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
     text: str  # message for the user
     moves_rows: bool  # whether the rest of the stage would skip or repeat rows
-    resets_best: bool  # whether the best evaluation so far cannot be compared with later ones
+    resets_best: bool  # whether later evaluations are not comparable with the best one so far
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:

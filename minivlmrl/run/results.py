@@ -28,7 +28,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
-    """Raise UserError if no stage has best_metric, or if torchrun restarts ranks without --resume=auto."""
+    """Raise UserError if no stage measures best_metric, or if torchrun may restart ranks without --resume=auto."""
     check_best_metric(config, [trainer.needs for trainer in trainers.values()])
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise UserError(

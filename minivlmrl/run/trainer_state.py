@@ -15,7 +15,7 @@ RUN = "run.json"
 class Fingerprints:
     """Hashes of files that a run reads."""
 
-    base: str | None = None  # base weights of an adapter, not in checkpoints
+    base: str | None = None  # hash of an adapter's base weights, which are not in checkpoints
     rows: dict[str, str] = field(default_factory=dict)  # {option: hash of its data file}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
     code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
@@ -29,7 +29,7 @@ class TrainerState:
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
     batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage
-    rows: Annotated[int, ">= 0"] = 0  # rows in the current dataset, 0 before the stage begins
+    rows: Annotated[int, ">= 0"] = 0  # number of rows in the current dataset, 0 before the stage begins
     # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far, negated if lower is better

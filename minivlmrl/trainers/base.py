@@ -90,7 +90,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout; `rewards` is (completions, reward functions)."""
+        """Build a rollout; `rewards` has shape (completions, reward functions)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):

@@ -86,7 +86,7 @@ class OfflineTrainer(Trainer):
         A rank with fewer rows repeats one from another rank, because all ranks must run a sharded model equally often.
 
         Returns:
-            row indices, and their number before the repeats
+            row indices, repeats last, and the number that are not repeats
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
