@@ -149,13 +149,11 @@ def write_summary(out: Path):
 
 
 def describe(line: dict) -> str:
-    """Return card, date and package versions in one sentence."""
     versions = [f"{name} {version}" for name, version in line["versions"].items()]
     return f"{line['card']}, {line['date']}: {', '.join(versions)}."
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """Return a number's name, value and unit, or the reason why it is missing."""
     if "skipped" in line:
         return line["name"], f"skipped: {line['skipped']}", ""
     return line["name"], f"{line['value']:g}", line["unit"]

@@ -447,7 +447,7 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
 def decode(toy: bool):
     """Measure milliseconds per decode step of a 3B model with 1 to 256 rows.
 
-    They come from the time difference between rollouts with many and few tokens, without prefill and graph capture.
+    The time difference between rollouts with many and few tokens excludes prefill and graph capture.
     """
     built = GRPOStep(STEP, toy)
     few, many = (2, 4) if toy else (32, 160)

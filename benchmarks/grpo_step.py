@@ -123,7 +123,7 @@ def main():
 
 
 def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, float, float, float]:
-    """Measure one image size.
+    """Time steps with one image size.
 
     Returns:
         Tokens per prompt, largest log-probability difference, and median milliseconds per step, ours and TRL's.

@@ -4,7 +4,7 @@
     python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
     python benchmarks/papers.py --draw                    # only draw what was measured
 
-With one seed, all methods start from the same SFT model. A run takes about a minute. Its accuracies are added to
+With one seed, all methods start from the same SFT model. A run takes about a minute. Accuracies are added to
 docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/same_bytes.py ../other           # also run another checkout; exit code 1 if a hash differs
     python benchmarks/same_bytes.py --only mpo,ppo ... # some of the runs
 
-A refactoring must not change what a run computes. Both checkouts use this Python, with one thread per process.
+The same Python runs both checkouts, with one thread per process.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     python benchmarks/trl_sums.py logps vlm/ --rows . --text Qwen2.5-Coder-0.5B-Instruct/ --json logps.json
 
 recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
-rows in the same order, and with the recipe's method options. Its base model has bfloat16 weights, its adapters float32,
-and both compute in bfloat16; with --dtype float32, all of these are float32. --batch is the number of completions per
+rows in the same order, and with the recipe's method options. TRL's base model has bfloat16 weights, its adapters
+float32, and both compute in bfloat16, or all in float32 with --dtype float32. --batch is the number of completions per
 forward and backward pass in TRL. Runs end after --steps steps in a schedule of 40, without saving a model. Accuracy is
 over a step's 128 completions, before the update.
 """

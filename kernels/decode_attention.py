@@ -176,7 +176,7 @@ def decode_attention(
         k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P), 0 = key, -inf = padding, at the end.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Every row has a key.
+        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Every row needs a key.
     Returns:
         (R, H, D) attention outputs.
     """

@@ -64,7 +64,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Args:
         q: (S, H, L, D), sequences, query heads, queries, head dimension.
         k, v: (S, K, T, D), sequences, key heads, keys, head dimension. K must divide H.
-        is_causal: if True, query i attends to keys 0..T-L+i, so the last query attends to all. Requires L <= T.
+        is_causal: if True, query i attends to keys 0..T-L+i, so the last query attends to all keys. L <= T.
     Returns:
         (S, H, L, D) attention outputs.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.

@@ -32,7 +32,7 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# bytes per float32 block on a CPU, with 32 to 256 rows
+# bytes per block of float32 logits on a CPU, with 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum rows per torch block on a GPU
 # maximum rows per Triton block: 34 MB in float32 with 2,048 ids

@@ -1,6 +1,6 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing this module adds them to the tables in grpo.py. It needs only torch and grpo.py, so you can copy both files.
+Importing grpo_variants.py adds them to the tables in grpo.py. It needs only torch and grpo.py, so you can copy both.
 """
 
 import math
@@ -160,8 +160,8 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: kept tokens in the optimizer step, by default estimated as in TRL: those in this batch, divided by
-            its share of the completions.
+        num_tokens: kept tokens in the optimizer step, by default estimated as in TRL: kept tokens in this batch / its
+            share of the completions.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)

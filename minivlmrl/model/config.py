@@ -23,7 +23,7 @@ class VisionConfig:
     out_hidden_size: Size = 3584  # decoder hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # patch side, in pixels
-    temporal_patch_size: Size = 2  # frames per patch; an image is repeated this often
+    temporal_patch_size: Size = 2  # frames per patch; an image is repeated to fill a patch
     spatial_merge_size: Size = 2  # n if n x n patches are merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
     # standard deviation for new learned position embeddings
@@ -31,7 +31,7 @@ class VisionConfig:
     # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; fields or overridden in other families
+    # constants in Qwen2-VL; other families override them or make them fields
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # window side, in pixels; None = whole frame
     window_size: ClassVar[int | None] = None
@@ -75,7 +75,7 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys, written back unchanged
 
-    # constants in Qwen2; fields or overridden in other families
+    # constants in Qwen2; other families override them or make them fields
     attention_bias: ClassVar[bool] = True  # biases on q, k and v
     qk_norm: ClassVar[bool] = False  # norms on q and k heads
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width

@@ -173,8 +173,6 @@ def train_stage(
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
     """Compute gradients over all micro-batches, update the weights once, and return the metrics.
 
-    Gradients are summed over micro-batches and ranks, and clipped by their global norm.
-
     Raises:
         FloatingPointError: loss or gradient norm not finite.
         UserError: log-probabilities of sampler and trainer differ.

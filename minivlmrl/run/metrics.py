@@ -136,8 +136,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        This excludes evaluations after the last step, which a resumed run repeats. After an error between an update and
-        `snapshot_line_counts`, it includes all lines, but only on rank 0.
+        Evaluations after the last step are excluded, because a resumed run repeats them. After an error between an
+        update and `snapshot_line_counts`, all lines are counted, but only on rank 0.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -280,10 +280,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count this rank's tokens in a step: prompts once per group, and all sampled completions.
-
-    This includes completions in groups with equal rewards, which are not trained on.
-    """
+    """Count this rank's tokens in a step: prompts once per group, and all completions, even those not trained on."""
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
     prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)

@@ -71,7 +71,7 @@ class ProgressBar:
         self.draw()
 
     def close(self):
-        """Draw the last step, or remove the bar."""
+        """Draw the finished bar, or remove it."""
         if self.leave:
             self._replace(self.line(), "\n")
         else:

@@ -37,7 +37,7 @@ class GRPOBatch(SampledBatch):
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
     old_entropies: Tensor | None = None  # (R, T) entropies before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
-    entropy_threshold: float | None = None  # lowest entropy to train on
+    entropy_threshold: float | None = None  # minimum entropy of tokens to train on
     num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
@@ -318,7 +318,7 @@ def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
     """Compute DAPO's penalty for overlong completions, from 0 to -1.
 
-    It falls linearly over the last soft_punish_cache tokens before max_completion_len.
+    The penalty falls linearly over the last soft_punish_cache tokens before max_completion_len.
 
     Example: with max_completion_len 100 and soft_punish_cache 20, completions of 80, 90, 100 and 120 tokens get 0,
     -0.5, -1 and -1.

@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. It is a value head on the policy's hidden states, or a
-separate model. Not implemented: adaptive KL weight, entropy bonus.
+Before each token, the critic predicts the sum of future rewards. The critic is a value head on the policy's hidden
+states, or a separate model. Not implemented: adaptive KL weight, entropy bonus.
 """
 
 from collections.abc import Sequence
