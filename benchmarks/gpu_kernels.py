@@ -26,7 +26,7 @@ CALLS, REPEATS = 20, 5
 
 
 def milliseconds(call: Callable, in_graph: bool = True) -> float:
-    """Return the milliseconds of a call: median over REPEATS measurements with CALLS calls.
+    """Return a call's milliseconds: median over REPEATS measurements with CALLS calls.
 
     Args:
         in_graph: whether to replay calls in a CUDA graph, without kernel launches from Python.

@@ -37,7 +37,7 @@ class ReplacedLinear(nn.Module):
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a frozen, quantized W, which backward unpacks again."""
+    """Compute x W^T with a frozen, quantized W, unpacked again in backward instead of saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
