@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from minivlmrl.errors import UserError
+from minivlmrl.errors import UserError, is_out_of_memory
 
 CONNECT_SECONDS = 60.0  # for connecting, after all ranks have started
 
@@ -80,6 +81,14 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             if total.item() != size:
                 raise RuntimeError(f"the sum of {size} ones is {total.item():g} on {place}")
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        if "by peer" in str(error):  # closed or reset
+            time.sleep(1)  # torchrun shows the first reported error
+            raise UserError(
+                f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "
+                "that rank, or a firewall that closes ports between the hosts"
+            ) from error
         raise UserError(describe(first_line(error), hosts, rank, has_gpu)) from error
     finally:
         timer.cancel()

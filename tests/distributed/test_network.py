@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -60,6 +61,21 @@ def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
     assert exit_code(child) == 2
     errors = capfd.readouterr().err
     assert f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, far (no answer within 0.5 s" in errors
+
+
+@pytest.mark.parametrize(("error", "kind", "message"), [
+    (RuntimeError("[../pair.cc:534] Connection closed by peer [127.0.0.1]:15258"), ValueError,
+     rf"^rank 0 on {HOST} has lost the connection to another rank; look for an earlier error of that rank"),
+    (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "^CUDA out of memory"),
+])  # fmt: skip
+def test_an_error_that_is_not_of_the_network_is_not_told_as_one(group_of_gpus, monkeypatch, error, kind, message):
+    def fail(tensor):
+        raise error
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(kind, match=message):
+        connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
 
 
 @pytest.mark.parametrize(("rank", "expected"), [

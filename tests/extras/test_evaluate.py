@@ -41,6 +41,20 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     assert f"accuracy                    {summary['accuracy']:.3f}" in printed
 
 
+def test_an_interrupted_evaluation_leaves_no_summary_of_other_answers(evaluate, tmp_path, monkeypatch):
+    evaluate()
+
+    def first_row_only(*arguments):
+        yield next(parts(*arguments))
+        raise KeyboardInterrupt
+
+    parts = command.generate_for_rows
+    monkeypatch.setattr(command, "generate_for_rows", first_row_only)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate()
+    assert (tmp_path / "out.jsonl").is_file() and not (tmp_path / "out.summary.json").exists()
+
+
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--temperature=-1"], r"sampling\.temperature is -1\.0, but it must be in \[0, inf\)"),
     (["--temperature=nan"], r"sampling\.temperature is None, but"),

@@ -92,6 +92,8 @@ def answer_file(tool: str, arguments: list[str]):
     lines = []
     for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
+            if not lines:  # summary of other answers
+                summary_file(out).unlink(missing_ok=True)
             with out.open("ab" if lines else "wb") as file:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
         lines += part
@@ -202,8 +204,12 @@ def summarize(lines: list[dict], names: Sequence[str]) -> dict:
     return summary
 
 
+def summary_file(out: Path) -> Path:
+    return out.with_suffix(".summary.json")
+
+
 def write_summary(summary: dict, out: Path):
-    path = out.with_suffix(".summary.json")
+    path = summary_file(out)
     write_json(path, summary)
     for name, value in summary.items():
         text = f"{value:.3f}" if isinstance(value, float) else value
