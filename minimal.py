@@ -970,8 +970,10 @@ def check_row(row, answers):
         value = row[field]
         kinds = (str, int, float) if field == "solution" else str
         require(isinstance(value, kinds), f"{field!r} is {value!r:.80}, but it must be a text")
+        has_text = field == "problem" or str(value).strip()
+        require(has_text, f"{field!r} is empty; write its text or remove the row")
     has_answer = "solution" not in answers or plain(row["solution"])
-    require(has_answer, "no answer can equal an empty 'solution'")
+    require(has_answer, f"no answer can equal the 'solution' {row.get('solution')!r}")
 
 
 def find_images(row, folder) -> list[Path]:
