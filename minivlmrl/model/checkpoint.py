@@ -224,7 +224,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return eos_token_id from generation_config.json as a list, [] if the file is missing."""
+    """Return eos_token_id from generation_config.json as a list, [] if missing."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
