@@ -1,4 +1,4 @@
-"""Train in a clone of the repository, like `minivlmrl train`: torchrun train.py [RECIPE] [--section.name=value ...]"""
+"""Run `minivlmrl train` in a clone of the repository: torchrun train.py [RECIPE] [--section.name=value ...]"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-`__all__` is the public interface, see docs/library.md. Names are imported at first use: `import minivlmrl` is fast and
-does not import torch.
+`__all__` is the public API; see docs/library.md. Names are imported lazily, so `import minivlmrl` is fast and does not
+import torch.
 """
 
 import importlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
 
-    parity: ModuleType  # minivlmrl.extras.parity, which may be deleted
+    parity: ModuleType  # minivlmrl.extras.parity, if extras/ exists
 
 __version__ = "0.6.0"  # pyproject.toml reads this line
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "ppo_loss",
     "sft_loss",
 ]
-# public name: module
+# {public name: module that defines it}
 MODULES = {
     "LossNormalizer": "minivlmrl.losses.grpo",
     "dpo_loss": "minivlmrl.losses.preference",

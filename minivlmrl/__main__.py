@@ -8,7 +8,7 @@ from minivlmrl.commands.process import set_up_process
 from minivlmrl.errors import did_you_mean, print_traceback, user_error_message
 from minivlmrl.load_extra import load_extra
 
-COMMANDS = {  # name: (module:function, one sentence)
+COMMANDS = {  # {command: (module:function, help text)}
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
     "chat": ("minivlmrl.extras.answers.chat:main", "send a model one prompt and print its answer"),
     "merge": ("minivlmrl.extras.merge:main", "merge an adapter into its base model"),
@@ -30,17 +30,17 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: command name and its arguments, default: sys.argv[1:].
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows: 256 characters only
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Windows pipes cannot encode Unicode
         sys.stdout.reconfigure(errors="replace")
-    set_up_process()  # before a command imports torch
+    set_up_process()
     name = arguments[0] if arguments else "--help"
     try:
         if name not in COMMANDS:
             return print_usage(name)
         command = load_extra(COMMANDS[name][0], f"the command {name}")
         return command(arguments[1:]) or 0
-    except BrokenPipeError:  # the reader, such as `head`, has ended
-        # no second BrokenPipeError when Python flushes stdout at exit
+    except BrokenPipeError:  # stdout was closed, for example by `head`
+        # avoid a second BrokenPipeError when Python flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -52,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print()
-        return 130  # as in shells
+        return 130  # 128 + SIGINT
 
 
 def print_usage(name: str) -> int:
-    """Print the commands; return 2 if `name` is an unknown one, otherwise 0."""
+    """List all commands; return exit status 0 for --help, 2 for an unknown command."""
     lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
     print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""Error messages: where an error is, which value is wrong, and how to fix it."""
+"""Error messages that say where an error is, which value is wrong, and how to fix it."""
 
 import difflib
 import os
@@ -12,35 +12,35 @@ from traceback import extract_tb, print_exception
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# our own code: errors without a traceback
+# folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# import only torch, so they raise ValueError instead of UserError
+# these modules import only torch, and raise ValueError instead of UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
-# user Python files, which recipes name as `file.py:name`
+# user Python files, named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
 
-# shortened in messages: quotes from 80 characters, words from 500
+# shortened in messages: quoted strings from 80 characters, words from 500
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
-MAX_MESSAGE = 600  # longest error message, in characters
+MAX_MESSAGE = 600  # maximum error message length, in characters
 
-SIMILAR = 0.75  # minimum similarity for a suggested name, 1 = equal
+SIMILAR = 0.75  # minimum similarity for "did you mean", 1 = identical
 
-# PyTorch, CUDA and cuBLAS out of memory
+# out-of-memory messages from PyTorch, CUDA and cuBLAS
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class UserError(ValueError):
-    """Error that the user can fix: its message is shown without a traceback."""
+    """Error that the user can fix, shown without a traceback."""
 
 
 class error_context(AbstractContextManager):
-    """Context manager: make a ValueError a UserError that begins with a file, row or field.
+    """Convert a ValueError in the block to a UserError that begins with a file, row or field.
 
-    Other exceptions get a note.
+    Add the same text as a note to other exceptions.
     """
 
-    # a class: faster than contextlib.contextmanager, once per data row
+    # a class is faster than contextlib.contextmanager; used for every data row
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -55,10 +55,10 @@ class error_context(AbstractContextManager):
 def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that needs no traceback, otherwise None.
 
-    These are out of memory, OSError, and UserError. Errors in user code keep their traceback.
+    UserError, OSError and out-of-memory errors need none, unless user code raised them.
     """
     if is_out_of_memory(error):
-        size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""  # with the size, if known
+        size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
     if not isinstance(error, UserError | FloatingPointError | OSError) and not is_raised_by_losses(error):
         return None
@@ -66,14 +66,14 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # keep the file name
+    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could drop the file name
     return line if is_path else truncate_message(line)
 
 
 def user_code(error: BaseException) -> str:
     """Describe where a user's file raised an error, such as "mine.py:3, in f: return x[0]".
 
-    Returns "" if minivlmrl raised it, even if called by user code.
+    Return "" if minivlmrl raised the error, even when called from user code.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -88,7 +88,7 @@ def user_code(error: BaseException) -> str:
 
 
 def print_traceback(error: BaseException):
-    """Print the user's line and the message, which often suffice, then the traceback."""
+    """Print the failing line in user code and the message, then the traceback."""
     if line := user_code(error):
         notes = getattr(error, "__notes__", ())
         print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
@@ -96,7 +96,7 @@ def print_traceback(error: BaseException):
 
 
 def is_raised_by_losses(error: BaseException) -> bool:
-    """Return True for a ValueError of minivlmrl's losses and kernels, which import only torch."""
+    """Return True for a ValueError raised in minivlmrl/losses or kernels."""
     frames = extract_tb(error.__traceback__)
     return isinstance(error, ValueError) and frames[-1].filename.startswith(TORCH_ONLY)
 
@@ -108,39 +108,40 @@ def require(valid: bool, name: str, value: Any, expected: str):
 
 
 def invalid_value(name: str, value: Any, expected: str) -> UserError:
-    # reprlib.repr: fast for long lists
+    # reprlib.repr is fast for long lists
     to_text = reprlib.repr if isinstance(value, list | dict) else repr
     return UserError(f"{name} is {truncate(value, 80, to_text)}, but it must be {expected}")
 
 
 def truncate_message(error: str | Exception) -> str:
-    """Shorten long texts in a message, such as base64 images, and the message to MAX_MESSAGE characters."""
+    """Shorten long strings in a message, such as base64 images, then the message itself."""
     text = str(error)
-    if len(text) > 10**6:  # slow for the regular expression
+    if len(text) > 10**6:  # the regular expression would be slow
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"  # the end says what to do
+    # the end says how to fix the error
+    return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if GPU memory or host memory is full.
+    """Return True for out-of-memory errors on GPU or host.
 
     PyTorch raises OutOfMemoryError for GPU memory, but RuntimeError for host memory.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # torch.OutOfMemoryError by name: errors.py does not import torch
+    # torch.OutOfMemoryError by name, because errors.py must not import torch
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class error_phase(AbstractContextManager):
-    """Context manager: name a training phase, such as "forward", in errors; the innermost phase wins.
+    """Add a training phase, such as "forward", to errors raised in the block; the innermost phase wins.
 
     Args:
-        name: as in the message.
-        rows: dataset rows in the block; the message names the longest.
+        name: phase name, shown in the message.
+        rows: dataset rows used in the block; the message names the longest row.
     """
 
     def __init__(self, name: str, rows: Sequence = ()):
@@ -153,10 +154,10 @@ class error_phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Context manager: convert an ImportError to a UserError with the command to install.
+    """Convert an ImportError to a UserError with the pip command to run.
 
     Args:
-        name: extra of minivlmrl, such as "video".
+        name: pip extra, such as "video".
         needed: start of the message, such as "reading video files requires PyAV".
     """
     try:
@@ -171,7 +172,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def truncate(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> str:
-    """Return a value's repr, or `to_text(value)`, cut to `limit` characters and "..."."""
+    """Return `to_text(value)`, truncated to `limit` characters plus "..."."""
     text = to_text(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -180,14 +181,14 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     """Return a suggestion for an unknown name, to append to a message, such as "; did you mean shapes?".
 
     Args:
-        write: how to write a known name.
+        write: formats the suggested names.
     Returns:
-        The most similar name, or two equally similar names; "" if none is similar.
+        The most similar name, or two if they are equally similar; "" if none is similar.
     """
     words = {*name.split("_")}
 
     def similarity(known: str) -> float:
-        is_short = len(words) > 1 and words <= {*known.split("_")}  # old_logps for old_per_token_logps
+        is_short = len(words) > 1 and words <= {*known.split("_")}  # such as old_logps for old_per_token_logps
         return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name.lower()).ratio())
 
     similarities = {known: similarity(known) for known in names}

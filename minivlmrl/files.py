@@ -17,11 +17,11 @@ from torch import Tensor
 from minivlmrl.errors import UserError, pluralize
 from minivlmrl.json_files import read_json
 
-SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name, not path
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name without folders
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # with `save: adapter`
-RUN_CONFIG = "config.yaml"  # in a run's folder: all options
-# beside weights: options that change answers, such as the system prompt
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # written with `save: adapter`
+RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
+# options that affect generation, saved beside the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -36,7 +36,7 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a model folder's weight files: model.safetensors, otherwise all shards.
+    """Return the weight files in a folder: model.safetensors, otherwise all shards.
 
     Raises:
         UserError: no safetensors files, or a missing shard.
@@ -65,21 +65,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_model_folder(folder: Path):
-    """Raise UserError for a folder without a model, with advice for run and adapter folders."""
+    """Raise UserError if a folder contains no model, with advice for run and adapter folders."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Write a safetensors file with usual permissions; save_file sets 0600."""
+    """Write a safetensors file with default permissions; save_file would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # format: required by transformers 4
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this
     path.chmod(mode)
 
 
 def digest(parts: Iterable) -> str:
-    """Hash texts, buffers and file contents with BLAKE2b, 128 hex digits."""
+    """Hash strings, buffers and file contents with BLAKE2b; return 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -91,7 +91,7 @@ def digest(parts: Iterable) -> str:
 
 
 def file_to_write(path: str | Path) -> Path:
-    """Return the path in option --out, and create its folder.
+    """Return the path given as --out, and create its parent folder.
 
     Raises:
         UserError: the path is a folder, or its folder cannot be created.
@@ -109,7 +109,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return a file's path in a folder; raise UserError for a link to the outside."""
+    """Return a file's path in a folder; raise UserError for a link to outside the folder."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -118,7 +118,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
-    """Return (inode, time, size) per JSON and safetensors file, to detect replaced files."""
+    """Return {path: (inode, mtime, size)} for JSON and safetensors files, to detect replaced files."""
     stamps = {}
     for path in (file for folder in folders for file in Path(folder).glob("*.*")):
         if path.suffix in (".json", ".safetensors"):
@@ -133,7 +133,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
     """Context manager: raise UserError if files were replaced while the block read them.
 
     Args:
-        since: earlier file_stamps, None = those at block start.
+        since: earlier file_stamps, or None to take them at block start.
     """
     since = file_stamps(*folders) if since is None else since
     failure = None
@@ -161,7 +161,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     Raises:
         UserError: the old folder contains files but no checkpoint.
     """
-    folder = Path(folder).resolve()  # symbolic links
+    folder = Path(folder).resolve()  # follow symbolic links
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
@@ -175,7 +175,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         remove(new)
         new.mkdir(parents=True)
         yield new
-        for path in (*new.rglob("*"), new):  # on disk before the rename
+        for path in (*new.rglob("*"), new):  # must be on disk before the rename
             flush_file(path)
         if folder.exists():
             remove(replaced)
@@ -199,7 +199,7 @@ def flush_file(path: Path):
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
-    # for writing: Windows cannot flush files opened for reading
+    # for writing: Windows cannot flush read-only files
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -8,9 +8,9 @@ from typing import Any
 
 from minivlmrl.errors import UserError, error_context, require
 
-LFS = b"version https://git-lfs"  # pointer file prefix
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, with or without the other half
-# what makes a file unreadable -> what to do
+LFS = b"version https://git-lfs"  # start of a Git LFS pointer file
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # surrogate escape, paired or not
+# {pattern at the position of a JSON error: how to fix it}
 CURES = {
     r",?\s*[]}]": "; remove the comma before the bracket",
     r",\s*$": "; remove the comma at the end",
@@ -20,29 +20,29 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON; Python's NaN and Infinity, which are not JSON, become None.
+    """Parse JSON; NaN and Infinity become None.
 
     Args:
-        text: JSON, bytes are UTF-8.
-        decode: parser, whose result is returned.
-        arguments: for `decode`.
+        text: JSON string, or UTF-8 bytes.
+        decode: function that parses the string.
+        arguments: more arguments for `decode`.
     Raises:
         UserError: not JSON, or nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        where = str(error).replace("line 1 column", "column")  # JSON lines files have their own line numbers
+        where = str(error).replace("line 1 column", "column")  # "line 1" would be wrong in JSON lines
         rest = error.doc[error.pos :] if isinstance(error, json.JSONDecodeError) else ""
         cure = next((cure for pattern, cure in CURES.items() if re.match(pattern, rest)), "")
         raise UserError(f"the text is not valid JSON ({where}){cure}") from error
 
 
 def check_surrogates(text: str, content: Any):
-    """Raise UserError for half of a surrogate pair, such as \\ud800: valid JSON, but not encodable as UTF-8.
+    """Raise UserError for an unpaired surrogate such as \\ud800, which is valid JSON but cannot be encoded as UTF-8.
 
     Args:
-        content: parsed value.
+        content: parsed value of `text`.
     """
     if SURROGATE.search(text):
         parse_json(json.dumps(content, ensure_ascii=False), str.encode)
@@ -58,7 +58,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_downloaded(path: Path):
-    """Raise UserError for a Git LFS pointer instead of a file."""
+    """Raise UserError if a file is a Git LFS pointer."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
@@ -69,10 +69,10 @@ def check_downloaded(path: Path):
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON file with one object.
+    """Read a JSON file that contains one object.
 
     Raises:
-        UserError: no file, or no JSON object in it.
+        UserError: the file is missing, or contains no JSON object.
     """
     if not path.is_file():
         raise UserError(f"{path}: this file is missing")

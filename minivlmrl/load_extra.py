@@ -1,4 +1,4 @@
-"""Load modules from extras/, an optional folder."""
+"""Import modules from extras/, a folder that may be deleted."""
 
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,8 @@ def load_extra(target: str, user: str) -> Any:
     """Import an optional module or object by name.
 
     Args:
-        target: "package.module" or "package.module:name", most often in minivlmrl.extras.
-        user: command, option value or model type, for the error message.
+        target: "package.module" or "package.module:name", usually in minivlmrl.extras.
+        user: what needs the module, such as "the command chat", for the error message.
     Raises:
         UserError: extras/ was deleted.
     """

@@ -1,10 +1,10 @@
-"""Reward functions to copy: number, choice, yes_no, class_name and math compare answers with solutions.
+"""Reward functions that compare answers with solutions: number, choice, yes_no, class_name and math.
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
 
-data.answer_format says where the answer is in a completion. Reward 0: several answers, a denied correct answer, a list
-of all choices. Rows without a solution (None or "") get no reward.
+data.answer_format determines where the answer is in a completion. Several answers, a negated correct answer, or a list
+of all choices get reward 0. Rows without a solution (None or "") get no reward.
 """
 
 import functools
@@ -27,15 +27,15 @@ def judge_rows(
     name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq,
     log_extra: LogExtra | None = None,
 ) -> list:  # fmt: skip
-    """Parse n answers and n solutions, and compare them row by row.
+    """Parse n answers and n solutions, and compare each pair.
 
     Args:
         name: reward name, for error messages.
-        kind: valid solutions, for error messages, for example "a number".
-        read: parses a text, None = not valid.
+        kind: valid solutions, for error messages, such as "a number".
+        read: parses a string, returns None if invalid.
         answer_texts: n answers.
         solution: n solutions.
-        same: compares the parsed solution with the parsed answer.
+        same: compares a parsed solution with a parsed answer.
         log_extra: logs reasons for rewards below 1.
     Returns:
         1.0 for correct answers, 0.0 for wrong ones, None for rows without a solution.
@@ -85,7 +85,7 @@ CHOICE = re.compile(
     rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# a second letter in a multiple-choice answer, as in "B or C"
+# second letter in a multiple-choice answer, such as C in "B or C"
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -110,7 +110,7 @@ def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
 
 
 def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is, or begins with, the correct word: yes (or true), or no (or false).
+    """Return 1.0 if the answer is or begins with the correct word, yes (true) or no (false).
 
     The answer "yes and no" gets reward 0.
     """
@@ -133,8 +133,8 @@ def class_name(
     """Return 1.0 if the answer is the correct class name, ignoring case, spaces, - and _.
 
     Args:
-        classes: all class names, or a text file with one per line. With it, the answer may be a sentence with exactly
-            one class name and no negation; without it, only the name.
+        classes: all class names, or a text file with one per line. If given, the answer may be a sentence with exactly
+            one class name and no negation; otherwise it must be only the name.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -155,7 +155,7 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Compile a pattern for whole names, longest first: no match for "square" in "green square"."""
+    """Compile a pattern that matches whole names, longest first, so that "square" does not match in "green square"."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
@@ -181,11 +181,11 @@ SPELLINGS = {
     "percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi",
     "meter": "m", "metre": "m", "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm",
     "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "kilo": "kg", "milligram": "mg",
-    "ounce": "oz", "pound": "lb", "£": "lb", "$": "dollar", "€": "euro",  # £ and pound must be the same
+    "ounce": "oz", "pound": "lb", "£": "lb", "$": "dollar", "€": "euro",  # £ and pound must have the same unit
     "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "kph": "km/h", "kmh": "km/h", "mph": "mi/h",
     "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "degree": "°",
 }  # fmt: skip
-# words that change the number before them or make it ambiguous, as in "3 or 4"
+# words that change a number, or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
     r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|[nr]d|th"
     rf"|{WORDS}|(?![ghlms])[a-zµ]"
@@ -217,8 +217,8 @@ LATEX = [
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the correct number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), a unit may be missing, another
-    unit gets reward 0. 50% equals 0.5 and 50.
+    "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm = 5 cm). A unit may be missing, but a
+    wrong unit gets reward 0. 50% equals 0.5 and 50.
 
     Args:
         tolerance: maximum relative error; with 0.05 and solution 100, answers from 95 to 105 are correct.
@@ -228,7 +228,7 @@ def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"); None for other texts."""
+    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"); return None for other strings."""
     if len(text) > LONGEST_NUMBER:
         return None
     match = NUMBER.fullmatch(" ".join(replace(LATEX, text.lower()).split()))
@@ -255,7 +255,7 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return a unit symbol, for example "in" for "inches", and other words unchanged."""
+    """Return a unit's symbol, such as "in" for "inches"; keep other words."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
@@ -283,7 +283,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     b, other_unit = answer
     if unit and other_unit:
         (kind, size), (other_kind, other_size) = _measure(unit), _measure(other_unit)
-        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # degrees, on any scale
+        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # temperatures or angles in degrees
         return (kind == other_kind or is_degree) and near(a * size, b * other_size)
     a_share = a / 100 if unit == "%" else a
     b_share = b / 100 if other_unit == "%" else b
@@ -292,7 +292,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
 
 LONGEST_MATH = 300  # maximum characters per formula
 SECONDS = 2  # time limit per comparison
-# slow to compute: nested powers, large powers, large factorials
+# too slow to compute: nested powers, large powers, large factorials
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
@@ -303,7 +303,7 @@ def math(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
 
 
 def _expressions(text: str) -> list | None:
-    """Parse a whole text as one expression."""
+    """Parse a whole string as one expression."""
     with optional_dependency("math", "reward math needs math-verify"):
         from math_verify import LatexExtractionConfig, parse
     if len(text) > LONGEST_MATH or HUGE.search(text):

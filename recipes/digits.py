@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-HELD_OUT = 297  # rows
-DEMONSTRATIONS = 500  # rows
-WRONG = 0.2  # share of demonstrations with a random label
+HELD_OUT = 297  # evaluation rows
+DEMONSTRATIONS = 500  # SFT rows
+WRONG = 0.2  # fraction of demonstrations with a random label
 SIZE = 42  # image side in pixels: 9 image tokens with 14 x 14 pixels
 
 
 def write_digits(folder: str | Path):
-    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl, a fifth of them with random labels."""
+    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl; a fifth of demonstrations have random labels."""
     from sklearn.datasets import load_digits
 
     folder = Path(folder)
@@ -27,7 +27,8 @@ def write_digits(folder: str | Path):
     pictures, digits = load_digits(return_X_y=True)
     rows = []
     for number, (levels, digit) in enumerate(zip(pictures, digits, strict=True)):
-        gray_levels = 255 - levels.reshape(8, 8) * 15  # scikit-learn has 0 to 16, white on black
+        # scikit-learn: 0 to 16, white on black
+        gray_levels = 255 - levels.reshape(8, 8) * 15
         picture = PIL.Image.fromarray(gray_levels.astype(np.uint8))
         picture.resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "problem": "Which digit?", "solution": str(digit)})

@@ -1,9 +1,9 @@
-"""Download images and videos whose URLs are in a file of rows, and write rows with paths.
+"""Download images and videos whose URLs are in a data file, and write rows with local paths.
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and downloads to ROWS.files/
 
-Existing files are not downloaded again. If a download fails, or is neither image nor video, the row is left out, with a
-message.
+Existing files are not downloaded again. If a download fails, or is neither an image nor a video, its row is left out
+with a message.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import PIL.Image
 
 from minivlmrl.run.progress_bar import ProgressBar
 
-TIMEOUT = 60  # maximum wait for data, in seconds
-LONGEST = 600  # maximum seconds per download, because a server may send one byte a minute
+TIMEOUT = 60  # maximum seconds to wait for data
+LONGEST = 600  # maximum seconds per download, because a server may send only one byte per minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes per read
-# errors for which only the row is left out; HTTPException: not a valid HTTP response
+# errors for which only the row is left out; HTTPException means an invalid HTTP response
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
-# (offset, bytes) in video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
+# (offset, bytes) that identify video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
     file = parser.parse_args(arguments).rows
     try:
-        lines = file.read_bytes().split(b"\n")  # not splitlines, because texts may contain U+2028
+        lines = file.read_bytes().split(b"\n")  # splitlines would also split at U+2028 inside text
     except OSError as error:
         parser.error(f"{file}: {error.strerror}")
     folder = file.with_suffix(".files")
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download the URLs in a row, also in nested lists and objects, and replace them with paths.
+    """Download all URLs in a row, including nested lists and objects, and replace them by paths.
 
-    A text with a URL among other words stays.
+    Strings with a URL among other words are unchanged.
     """
     if isinstance(value, dict):
         return {key: replaced(item, folder) for key, item in value.items()}
@@ -78,7 +78,7 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download an image or video to a file named by its URL's hash, and return the path.
+    """Download an image or video to a file named by a hash of its URL, and return the path.
 
     Raises:
         OSError, ValueError, HTTPException: the download fails, takes too long, or is neither image nor video.
@@ -95,7 +95,6 @@ def download(url: str, folder: Path) -> Path:
 
 
 def read(url: str) -> bytes:
-    """Return the content at a URL."""
     content = bytearray()
     ends = time.monotonic() + LONGEST
     with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
@@ -111,7 +110,7 @@ def read(url: str) -> bytes:
 
 
 def check_media(url: str, content: bytes):
-    """Raise ValueError unless the content begins like an image or video.
+    """Raise ValueError unless the content looks like an image or video.
 
     Servers often send an empty file or an error page instead of a missing image.
     """
@@ -119,7 +118,7 @@ def check_media(url: str, content: bytes):
         return
     try:
         PIL.Image.open(io.BytesIO(content)).close()
-    except Exception as error:  # PIL raises many types for damaged files
+    except Exception as error:  # PIL raises many kinds of exceptions for damaged files
         raise ValueError(
             f"{url}: the file is neither an image nor a video, it begins with {content[:20]!r}; remove the URL from "
             "the row if it is a link"

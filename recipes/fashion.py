@@ -1,11 +1,11 @@
-"""Task Fashion-MNIST for recipes/fashion.yaml: name the piece of clothing in a small photograph.
+"""Fashion-MNIST task for recipes/fashion.yaml: name the piece of clothing in a small photograph.
 
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
 Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels,
-in ten classes. SFT trains on a few training photographs, a fifth of them with random labels; GRPO on all, and only the
-reward reads their labels.
+in ten classes. SFT trains on a few training photographs, a fifth of them with random labels. GRPO trains on all, and
+only the reward uses their labels.
 """
 
 import gzip
@@ -28,8 +28,8 @@ from minivlmrl.tasks.registry import Task
 
 LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 PROBLEM = "Which piece of clothing?"
-SIZE = 42  # image side in pixels; 9 tokens with patches of 7 pixels
-FILES = {"train": "train", "test": "t10k"}  # split: file name prefix
+SIZE = 42  # image side in pixels: 9 tokens with 7 x 7 patches
+FILES = {"train": "train", "test": "t10k"}  # {split: file name prefix}
 
 
 @cache
@@ -37,12 +37,12 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
 
     Args:
-        folder: four files from Debian's package, or parquet files from the Hub.
+        folder: contains the four files from the Debian package, or parquet files from the Hub.
     """
     images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
     if images.is_file():
         labels = images.with_name(f"{FILES[split]}-labels-idx1-ubyte.gz")
-        # file headers have 16 bytes for images, 8 for labels
+        # skip the file header: 16 bytes for images, 8 for labels
         return (
             np.frombuffer(gzip.decompress(images.read_bytes()), np.uint8, offset=16).reshape(-1, 28, 28),
             np.frombuffer(gzip.decompress(labels.read_bytes()), np.uint8, offset=8),
@@ -62,14 +62,14 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """Rows with the photographs `chosen` (indices in the split)."""
+    """Rows for the photographs whose indices are in `chosen`."""
 
     folder: Path
     split: str
     chosen: Sequence[int]
     seed: int = 0
-    wrong_labels: float = 0.0  # share of demonstrations with a random label
-    exchange_images: bool = False  # control: show the next row's photograph
+    wrong_labels: float = 0.0  # fraction of random labels
+    exchange_images: bool = False  # control experiment: show the next row's photograph
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -89,7 +89,7 @@ class Fashion(Sequence[Row]):
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer on all texts in the task."""
+    """Train a byte-level BPE tokenizer on all text in the task."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *LABELS]
     return train_tokenizer(texts, vocab_size=512)
 
@@ -105,11 +105,11 @@ def datasets(
     """Build rows for SFT and GRPO from the training split, and held-out rows from the test split.
 
     Args:
-        data: section `data` in the recipe.
+        data: recipe section `data`.
         folder: see read_split.
-        demonstrations: rows for SFT.
-        wrong_demonstrations: share of demonstrations with a random label.
-        exchange_images: control: in GRPO, show the next row's photograph.
+        demonstrations: SFT rows.
+        wrong_demonstrations: fraction of random labels in SFT.
+        exchange_images: control experiment: in GRPO, show the next row's photograph.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt

@@ -1,4 +1,4 @@
-"""Reward function: mean log-probability under another model, which every rank loads.
+"""Reward function: mean log-prob under another model, which every rank loads.
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
@@ -19,13 +19,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @cache
 def load_judge(path: str):
-    """Load model and processor from a folder, once per process."""
+    """Load model and processor from a folder, only once per process."""
     return load_model(path, device=DEVICE).requires_grad_(False), load_processor(path)
 
 
 @torch.no_grad()
 def fluent(completions, path="FOLDER", **columns):
-    """Return mean token log-probabilities, in nats."""
+    """Return the mean log-prob per token for each completion, in nats."""
     model, processor = load_judge(path)
     prompt = Row([{"role": "user", "content": "Write."}], []).prompt(processor)
     texts = [Completion(torch.tensor(processor.tokenizer.encode(text or "."))) for text in completions]

@@ -3,10 +3,10 @@
     python recipes/from_text_model.py Qwen2.5-0.5B-Instruct/ my-vlm/
     python recipes/from_text_model.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
 
-The first folder has a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL have the decoder of
-Qwen2 and Qwen2.5; Qwen3-VL has that of Qwen3. For text tokens, the three positions (time, height, width) are equal, and
-M-RoPE is the usual RoPE. So the new model computes the text model's logits until training changes its weights. Its
-tower and merger are random: it cannot see before they are trained.
+The first folder contains a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL use the
+decoder of Qwen2 and Qwen2.5; Qwen3-VL uses that of Qwen3. For text tokens, the three positions (time, height, width)
+are equal, so M-RoPE equals RoPE, and the new model computes the same logits as the text model. Its vision tower and
+merger are random: it cannot see images before they are trained.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors
 
 FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # {model_type of the text model: model_type of the new model}
-# (height, width) frequencies in published models; the others of 64 are for time
+# RoPE frequencies for (height, width) in published models; the rest of 64 are for time
 MROPE = {"qwen2_5_vl": (24, 24), "qwen3_vl": (20, 20)}
-# keys in config.json for the decoder
+# decoder sizes in config.json
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "max_position_embeddings",
@@ -65,7 +65,7 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
         "patch_size": patch_size,
         "out_hidden_size": text["hidden_size"],
     }
-    if family == "qwen2_5_vl":  # every third block attends to the whole picture
+    if family == "qwen2_5_vl":  # every third block attends to the whole image
         vision |= {"window_size": 8 * patch_size, "fullatt_block_indexes": list(range(2, depth, 3)) or [0]}
     else:
         vision |= {"num_position_embeddings": 32**2, "deepstack_visual_indexes": []}
@@ -80,7 +80,7 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Read tokenizer.json, and add missing control tokens, such as <|image_pad|> in Qwen2."""
+    """Read tokenizer.json, and add control tokens that Qwen2 lacks, such as <|image_pad|>."""
     file = folder / "tokenizer.json"
     if not file.is_file() or all(token in file.read_text(encoding="utf-8") for token in SPECIAL_TOKENS):
         tokenizer = load_tokenizer(file)
@@ -88,7 +88,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     else:
         try:
             backend = Backend.from_file(str(file))
-        except Exception as error:  # the tokenizers library raises only Exception
+        except Exception as error:  # tokenizers raises plain Exception
             raise UserError(f"{file}: the file is not a usable tokenizer.json ({error}); download it again") from error
         backend.add_special_tokens(list(SPECIAL_TOKENS))
         tokenizer = Tokenizer(backend)
@@ -125,7 +125,6 @@ def main(arguments: list[str] | None = None):
 
 
 def build(options: argparse.Namespace):
-    """Build the new model, and save it."""
     file = options.text / "config.json"
     config = make_config(read_json(file), file, options.depth, options.width, options.heads, options.patch_size)
     tokenizer = read_tokenizer(options.text, config["text_config"]["vocab_size"])

@@ -1,8 +1,8 @@
-"""KTO (arXiv 2402.01306) as your own stage, on answers labeled good or bad.
+"""KTO (arXiv 2402.01306) as a custom stage, for answers labeled good or bad.
 
 python train.py recipes/own_pairs.yaml "--stages=[recipes/kto.py:KTO]" --model.path=FOLDER --data.train_file=rows.jsonl
 
-Rows have columns `completion` and `label` (true = good answer). Options are in section `kto`, for example
+Rows have columns `completion` and `label` (true for a good answer). Options are in section `kto`, for example
 --kto.beta=0.2.
 """
 
@@ -30,10 +30,10 @@ class KTOOptions(TrainingOptions):
 @dataclass
 class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) True for good answers
-    others: MicroBatch | None = None  # same prompts with other rows' answers, to estimate the KL
+    others: MicroBatch | None = None  # same prompts with answers from other rows, to estimate the KL
 
     def counts(self, names):
-        """Return metric weights: numbers of good or bad answers."""
+        """Return metric weights, such as the number of good answers."""
         num_good = int(self.labels.sum())
         of_rewards = {"rewards/chosen": num_good, "rewards/rejected": len(self.labels) - num_good}
         return super().counts(names) | of_rewards
@@ -51,7 +51,7 @@ class KTO(OfflineTrainer):
 
     @classmethod
     def check(cls, config):
-        """Reject micro-batches with one row, like TRL: the KL needs an answer from another row."""
+        """Reject micro-batches with one row, as in TRL: the KL estimate needs another row's answer."""
         size = config.kto.micro_batch_size
         num_rows = config.kto.prompts_per_step // int(os.environ.get("WORLD_SIZE", 1))
         if size == 1 or num_rows % size == 1:
@@ -64,7 +64,8 @@ class KTO(OfflineTrainer):
         prompts, answers = self.encode(rows)
         batch = self.pack(prompts, answers)
         batch.labels = torch.tensor([row.columns["label"] for row in rows], device=self.world.device)
-        batch.others = self.pack(prompts, answers[-1:] + answers[:-1])  # the previous row's answer, as in TRL
+        # previous row's answer, as in TRL
+        batch.others = self.pack(prompts, answers[-1:] + answers[:-1])
         return batch
 
     def loss(self, batch):
@@ -83,6 +84,6 @@ class KTO(OfflineTrainer):
             kl=kl,
             normalizer=batch.normalizer,
         )
-        # NaN if there are no good (or bad) answers
+        # metrics are NaN without good (or bad) answers
         metrics = {name: value.nan_to_num() for name, value in metrics.items()}
         return loss, metrics | {"entropy": batch.mean(entropies)}

@@ -1,4 +1,4 @@
-"""Reward functions to copy, for length and repetition (arXiv 2502.03373, appendix C).
+"""Reward functions for length and repetition (arXiv 2502.03373, appendix C).
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
@@ -14,13 +14,13 @@ def cosine(
 ) -> list[float]:
     """Compute a reward from correctness and completion length.
 
-    By default, the shorter a completion, the higher the reward of a correct one, and the lower that of a wrong one.
+    By default, shorter completions get a higher reward if correct, and a lower reward if wrong.
 
     Args:
-        max_length: tokens above which the reward is constant.
-        reward: name of the reward that judges correctness; above 0 is correct.
-        right, wrong: rewards at length 0 and at max_length, for correct and wrong answers, with half a cosine period in
-            between.
+        max_length: length in tokens above which the reward is constant.
+        reward: name of a reward that is above 0 for correct answers.
+        right, wrong: (reward at length 0, reward at max_length) for correct and wrong answers, with half a cosine
+            period in between.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []
@@ -32,7 +32,7 @@ def cosine(
 
 
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
-    """Compute a repetition penalty: max_penalty times the share of repeated token n-grams.
+    """Compute a repetition penalty: max_penalty times the fraction of repeated token n-grams.
 
     Example: tokens 5 5 5 5 5 have four 2-grams, three of them repeated, so ngram_size=2 gives -0.75.
     """

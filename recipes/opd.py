@@ -1,12 +1,12 @@
-"""On-policy distillation as your own stage: a teacher grades every token that the student samples.
+"""On-policy distillation as a custom stage: a teacher grades every token that the student samples.
 
 python train.py recipes/own_data_one_card.yaml "--stages=[recipes/opd.py:OPD]" --model.path=STUDENT \
     --reference.path=TEACHER --data.train_file=rows.jsonl --data.eval_file=eval.jsonl \
     --opd.micro_batch_size=1 --opd.learning_rate=1e-5
 
-The teacher is the reference model. It needs the student's family and vocabulary, and memory for its weights: 17 GB for
-a 7B in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the options of `grpo`.
-Rewards are only measured. Method: docs/papers/opd.md.
+The teacher is the reference model. It must have the same model family and vocabulary as the student, and a 7B teacher
+needs 17 GB in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the same options as
+`grpo`. Rewards are only logged. For the method, see docs/papers/opd.md.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from minivlmrl.trainers.grpo import GRPOTrainer
 
 class OPD(GRPOTrainer):
     stage = "opd"
-    needs_all_samples = True  # completions with equal rewards also have a gradient
+    needs_all_samples = True  # groups with equal rewards also have a gradient
 
     @classmethod
     def check(cls, config):

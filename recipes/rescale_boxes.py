@@ -1,15 +1,15 @@
-"""Convert boxes in demonstrated answers from image file pixels to the model's coordinates.
+"""Convert boxes in demonstrations from image file pixels to a model's coordinates.
 
---questions also converts boxes in questions.
+Option --questions also converts boxes in questions.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl thousandths --questions > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
-Rows have one `image`, or a list `images` with one path, relative to the file. Answer columns are `completion`,
-`chosen`, `rejected` or `messages`, with thoughts and tool calls. Boxes are written as [x1, y1, x2, y2], (x1, y1), (x2,
-y2) or data-bbox="...", points as "point_2d": [x, y]. Rows without a box are counted on stderr. Column `solution` stays
-in image file pixels, as rewards expect.
+Rows have one `image`, or a list `images` with one path, relative to the data file. Answers in `completion`, `chosen`,
+`rejected` or `messages` are converted, including reasoning and tool calls. Boxes are written as [x1, y1, x2, y2], (x1,
+y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. Rows without a box are counted on stderr. Column
+`solution` stays in image file pixels, as rewards expect.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from minivlmrl.data.messages import THOUGHT_KEYS
 from minivlmrl.errors import pluralize
 from minivlmrl.rewards.columns import box_scale
 
-QUOTE = r"""(?:\\?["']|&quot;)"""  # \" occurs in tool calls as JSON
+QUOTE = r"""(?:\\?["']|&quot;)"""  # \" occurs in JSON strings of tool calls
 COMMA = r"[\s,;，]+"
 FOUR = COMMA.join([f"{QUOTE}?{NUMBER}{QUOTE}?"] * 4)
-# points need the key "point_2d", because [1, 2] in a text could be anything
+# points need the key "point_2d", because [1, 2] in text could be anything
 BOX = re.compile(
     rf"\[\s*{FOUR}\s*\]|{PAIR}[\s,]*{PAIR}|data-bbox\s*=\s*{QUOTE}\s*{FOUR}\s*{QUOTE}"
     rf"|(?P<key>{QUOTE}point_2d{QUOTE}\s*:\s*)\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]",
@@ -41,7 +41,7 @@ QUESTIONS = ("problem", "prompt")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
-    """Convert boxes and points in a text to other units, rounded to `digits` digits, None = integers.
+    """Convert boxes and points in a string to other units, rounded to `digits` decimals, None for integers.
 
     Example: "[10, 10, 20, 20]" in an image with 100 x 50 pixels becomes "[100, 200, 200, 400]" in thousandths.
     """
@@ -60,7 +60,7 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
 
 def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
-    """Apply `convert` to a text, or to turns with given roles."""
+    """Apply `convert` to a string, or to turns with one of these roles."""
     if isinstance(turns, str):
         return convert(turns)
     if isinstance(turns, list):
@@ -77,7 +77,7 @@ def rescale_turns(turns, convert: Callable[[str], str], roles: Collection[str]):
 def rescale_row(
     row: dict, folder: Path, space: str, bounds: tuple[int, int], questions: bool = False
 ) -> tuple[dict, int]:
-    """Convert boxes in a row's answers and, with `questions`, in its questions; rows without images stay.
+    """Convert boxes in a row's answers and, if `questions`, in its question; keep rows without images.
 
     Returns:
         New row, number of boxes and points.

@@ -1,9 +1,9 @@
-"""Control experiment: permute the rewards in a rollout, so that they carry no information.
+"""Control experiment: permute rewards in a rollout, so that they carry no information.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
-If a run improves with permuted rewards, the improvement does not come from the rewards. Ranks permute the rewards of
-their own completions.
+If a run still improves, the improvement does not come from the rewards. Each rank permutes the rewards of its own
+completions.
 """
 
 import math
@@ -13,9 +13,9 @@ from minivlmrl.rewards.registry import get_reward
 
 
 def shuffled(completions, reward="accuracy", **columns):
-    """Compute and permute the reward named `reward`; all rewards get the same permutation."""
+    """Compute the reward named `reward`, and permute its values; the permutation depends only on completions."""
     texts = []
-    for completion in completions:  # in conversations, the text in the last turn
+    for completion in completions:  # for a conversation, use the text of the last turn
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)

@@ -1,8 +1,8 @@
-"""Write arithmetic rows for recipes/sums.yaml: sums_train.jsonl, sums_eval.jsonl and sums_new.jsonl.
+"""Write arithmetic problems for recipes/sums.yaml: sums_train.jsonl, sums_eval.jsonl and sums_new.jsonl.
 
     python recipes/sums.py FOLDER
 
-The new rows have two kinds of problems that no training row has. All rows in the three files are different.
+sums_new.jsonl has two kinds of problems that are not in the training rows. No problem occurs twice in the three files.
 """
 
 import json
@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-# {kind: (problem, number ranges, solution)}
+# {kind: (problem template, number ranges, function that computes the solution)}
 KINDS = {
     "three numbers": ("What is {} + {} + {}?", [(11, 99)] * 3, lambda a, b, c: a + b + c),
     "difference": ("What is {} - {}?", [(300, 900), (101, 299)], lambda a, b: a - b),

@@ -1,6 +1,6 @@
-"""Tools to copy: zoom into an image, calculate; docs/agents.md explains how to write a tool.
+"""Example tools: a calculator, and zooming into an image; docs/agents.md explains how to write a tool.
 
-For a recipe in the same folder:
+Use in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
 """
 
@@ -19,7 +19,7 @@ def calculator(expression: str) -> str:
     """
     if not re.fullmatch(r"[\d.+\-*/() ]{1,200}", expression) or re.search(r"\*\*|//", expression):
         raise ValueError("use only numbers, + - * / and brackets, and at most 200 characters")
-    return f"{eval(expression, {}):.12g}"  # safe: the expression contains no names
+    return f"{eval(expression, {}):.12g}"  # safe, because the expression contains no names
 
 
 class Zoom:

@@ -1,9 +1,9 @@
-"""Write rows for recipes/two_steps.yaml: problems that take two steps, with few demonstrations.
+"""Write rows for recipes/two_steps.yaml: arithmetic problems that take two steps, with few demonstrations.
 
     python recipes/two_steps.py FOLDER
 
-Files: two_steps_train.jsonl and two_steps_eval.jsonl; two_steps_think.jsonl and two_steps_direct.jsonl have the same
-problems, demonstrated with and without the steps. No problem is in two files, except for the demonstrations.
+two_steps_train.jsonl and two_steps_eval.jsonl contain different problems. two_steps_think.jsonl and
+two_steps_direct.jsonl contain demonstrations for a third set of problems, with and without the steps.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 PENS = "{n} pens cost {a} cents each, and a cup costs {b} cents. How many cents do the pens and the cup cost?"
-# (problem, sign of the second step)
+# (problem template, sign of the second step: + or -)
 KINDS = [
     ("What is {a} * {n} + {b}?", 1),
     (PENS, 1),
@@ -21,7 +21,7 @@ KINDS = [
 
 
 def problem(rng: random.Random, kind: int) -> tuple[str, str, str]:
-    """Return a problem, its two steps and its solution."""
+    """Return a problem, its two written steps and its solution."""
     text, sign = KINDS[kind]
     a, n = rng.randint(11, 29), rng.randint(3, 9)
     b = rng.randint(11, 99) if sign > 0 else rng.randint(270, 500)

@@ -1,4 +1,4 @@
-"""Reward functions to copy, for labeled boxes: mean IoU, VLM-R1's weighted sum, average precision.
+"""Reward functions for labeled boxes: mean IoU, VLM-R1's weighted sum, average precision.
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
@@ -14,7 +14,7 @@ from minivlmrl.rewards.boxes import Objects, mean_similarity, overlap, score_box
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the mean IoU of matched objects with equal labels; missing and additional objects count as 0.
+    """Compute the mean IoU of matched objects with equal labels; missing and extra objects count as 0.
 
     Objects are matched as in the reward `iou`.
     """
@@ -28,8 +28,8 @@ def ap_50(
 ) -> list:
     """Compute the average precision at IoU 0.5 in an image, averaged over labels.
 
-    As in COCO, it is the mean precision over 101 recall levels. Answers have no confidence scores, so their objects are
-    ranked in order. Labels not in the image count as 0.
+    As in COCO, it is the mean precision over 101 recall levels. Answers have no confidence scores, so objects are
+    ranked in answer order. Labels that are not in the image count as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -49,11 +49,11 @@ def ap_50(
 def weighted_sum(
     answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), log_extra=None, **columns
 ) -> list:
-    """Compute VLM-R1's weighted mean over three scores: IoU, label accuracy, completeness.
+    """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy and completeness.
 
-    Completeness is 1 - (share of missed objects + share of additional objects) / 2. Boxes are paired by IoU alone,
-    largest first, down to 0.5. Pairs with different labels count for completeness, but with IoU and label score 0. Same
-    as detection_score in VLM-R1's grpo_jsonl.py.
+    Completeness is 1 - (fraction of missed objects + fraction of extra objects) / 2. Boxes are paired by IoU alone,
+    largest first, down to 0.5. Pairs with different labels count for completeness, but have IoU and label score 0.
+    Source: detection_score in VLM-R1's grpo_jsonl.py.
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
@@ -79,7 +79,7 @@ def weighted_sum(
 def average_precision(answered: Objects, true: Objects) -> float:
     """Compute the average precision for one label."""
     unmatched = list(true)
-    curve = []  # (recall in hundredths, precision at that recall)
+    curve = []  # (recall in percent, precision at this recall)
     for number, item in enumerate(answered, start=1):
         best = max(unmatched, key=lambda other: overlap(item, other), default=None)
         if best is not None and overlap(item, best) >= 0.5:
@@ -93,7 +93,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labeled boxes, possibly inside markup, or one labeled box; [] for other texts."""
+    """Parse one labeled box or a list of them, possibly inside markup; return [] for other strings."""
     try:
         objects = []
         for item in boxes.json_items(text):

@@ -1,11 +1,11 @@
 """Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
-Images have 64 x 64 pixels, but the model gets them shrunk to 32 x 32. One quarter contains a striped square with one of
-12 labels, and shrunk stripes all have the same gray. Only the tool `<zoom>`, which shows a quarter in full resolution,
-reveals the label. A completion looks like this:
-    <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-Demonstrations name a quarter and what the crop shows, mostly "nothing": one in ten zooms into the correct quarter on
-purpose, and nine zoom into a random quarter, the northwest twice as often as the others.
+Images have 64 x 64 pixels, but the model sees them downscaled to 32 x 32. One quarter contains a striped square with
+one of 12 labels; downscaled, all stripes have the same gray. Only the tool `<zoom>`, which shows a quarter in full
+resolution, reveals the label. A completion looks like this:
+    <think>southwest</think><zoom>southwest</zoom>[crop tokens]<answer>red rows</answer>
+Demonstrations name a quarter and what the crop shows, mostly "nothing": one in ten deliberately zooms into the correct
+quarter, the others into a random quarter, northwest twice as often.
 """
 
 import random
@@ -25,26 +25,26 @@ COLORS = {
     "cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5),
 }  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # quarter names, one token each
-HABIT = (2, 1, 1, 1)  # relative zoom frequencies in demonstrations, in the order of CORNERS
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # quarter names, single tokens
+HABIT = (2, 1, 1, 1)  # relative zoom frequencies in demonstrations, ordered as in CORNERS
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
 # side lengths in pixels
 SIDE = 64  # image
-SHOWN = 32  # shrunk image, as the model gets it
+SHOWN = 32  # downscaled image, as the model sees it
 QUARTER = 32  # quarter in full resolution
 SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image; return it with its label and the quarter (0 to 3) with the striped square.
+    """Draw an image; return it with its label and the quarter (0 to 3) that contains the striped square.
 
-    Two neighboring stripes have complementary colors, and are as wide as one pixel in the shrunk image, so all labels
-    have the same gray there.
+    Neighboring stripes have complementary colors, and two of them become one pixel in the downscaled image, so all
+    labels look gray there.
 
     Args:
-        others: number of other quarters with a dark square.
+        others: how many other quarters contain a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -60,12 +60,12 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
 
 
 def paper(rng: random.Random) -> PIL.Image.Image:
-    """Create an image with one light color."""
+    """Create a blank image with a random light color."""
     return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
-    """Draw the striped square for a label."""
+    """Draw the striped square that stands for a label."""
     color, way = label.split()
     complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)
@@ -80,30 +80,30 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Sample left and top for a square in a quarter, on the pixel grid of the shrunk image."""
-    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, one in the shrunk image
+    """Sample the (left, top) corner of a square in a quarter, on the downscaled pixel grid."""
+    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one in the downscaled image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
     return left, top
 
 
 def shown(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Shrink an image for the model: average 2 x 2 pixels."""
+    """Downscale an image for the model by averaging 2 x 2 pixels."""
     return image.resize((SHOWN, SHOWN), PIL.Image.Resampling.BOX)
 
 
 def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
-    """Crop a quarter, 0 to 3."""
+    """Crop a quarter (0 to 3)."""
     left = QUARTER * (quarter % 2)
     top = QUARTER * (quarter // 2)
     return image.crop((left, top, left + QUARTER, top + QUARTER))
 
 
 class Quarters:
-    """Environment with one tool: `<zoom>northwest</zoom>`, or another corner, shows a quarter in full resolution."""
+    """Environment with one tool: `<zoom>northwest</zoom>` shows this quarter in full resolution."""
 
     max_tool_calls = 1
-    declare_tools = False  # calls are tags, without tool descriptions in the prompt
+    declare_tools = False  # calls are tags, so the prompt does not describe tools
 
     def reset(self, picture, **columns):
         self.picture = picture
@@ -119,7 +119,7 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the share of valid calls, without which a policy forgets their format."""
+        """Return the fraction of valid calls, without which a policy forgets the call format."""
         return self.answered / self.max_tool_calls
 
 
@@ -148,9 +148,9 @@ class Stripes:
     size: int
     seed: str
     environment: type = Quarters
-    silent: bool = False  # demonstrations without thoughts
-    informed: float = 0.0  # share of demonstrations that zoom into the correct quarter on purpose
-    others: int = 0  # number of dark squares in other quarters
+    silent: bool = False  # whether demonstrations contain no reasoning
+    informed: float = 0.0  # fraction of demonstrations that deliberately zoom into the correct quarter
+    others: int = 0  # how many other quarters contain a dark square
 
     def __len__(self):
         return self.size
@@ -159,7 +159,7 @@ class Stripes:
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right_quarter = draw(rng, others=self.others)
         [asked_quarter] = rng.choices(range(4), HABIT)
-        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # shown by the control experiment Lost
+        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # for the control experiment Lost
         if rng.random() < self.informed:
             asked_quarter = right_quarter
         columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter]}
@@ -177,7 +177,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Build the assistant turns: thought with tool call, crop, answer."""
+    """Build an assistant turn: reasoning, tool call, crop, answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},
@@ -187,7 +187,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Return 1 for completions that zoom into the quarter with the striped square, else 0."""
+    """Reward 1 for completions that zoom into the quarter with the striped square, else 0."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)
@@ -196,7 +196,7 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts; tags are one token, like Qwen3's <think>."""
+    """Train a byte-level BPE tokenizer in which tags are single tokens, like <think> in Qwen3."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
@@ -205,7 +205,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; options of Stripes make it harder, or a control experiment."""
+    """Create the task with options for Stripes."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

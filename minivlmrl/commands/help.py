@@ -22,7 +22,7 @@ from minivlmrl.errors import UserError, did_you_mean
 
 
 def print_options(*names: str):
-    """Print options by section, default: all sections."""
+    """Print the options in these sections, by default all."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))
@@ -45,7 +45,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return {section: options}; options outside sections, such as seed, are in "run"."""
+    """Return {section: options}; top-level options such as seed are in "run"."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"
@@ -63,7 +63,7 @@ def format_option(option: Option) -> str:
 
 @cache
 def comments_of(section: type) -> dict[str, str]:
-    """Return {field: comments above and beside it} for a dataclass.
+    """Return {field: comment above and beside it} for a dataclass.
 
     The help page prints the comments in options.py, as pydoc does. No other code reads them.
     """

@@ -1,4 +1,4 @@
-"""Process settings for commands: torch, malloc and warnings."""
+"""Set up torch, malloc and warnings for commands."""
 
 import ctypes
 import os
@@ -6,28 +6,27 @@ import warnings
 
 
 def set_up_process():
-    """Set up torch, malloc and Pillow, before torch is imported; the user's environment variables win.
+    """Set up torch, malloc and Pillow, before torch is imported.
 
-    For commands only: importing minivlmrl changes nothing.
+    The user's environment variables take precedence. Only commands call this function.
     """
-    # GNU OpenMP threads wait in a busy loop; at its default length, training was up to 15 times slower if other
-    # processes used the same cores
+    # shorten OpenMP busy waiting: with other processes on the same cores, training was up to 15 times slower
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # expandable segments: less GPU memory fragmentation if step lengths vary; not on WSL, where the first
-    # allocation may fail (pytorch issue 192330)
+    # expandable segments reduce GPU memory fragmentation if sequence lengths vary; on WSL, the first allocation may
+    # fail (pytorch issue 192330)
     in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     keep_freed_memory()
-    # data/media.py refuses such images, and names the row
+    # data/media.py rejects such images with a clear error
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
 
 
 def keep_freed_memory():
-    """Let malloc keep freed memory: Linux would zero it for the next use, 1 to 4 % per step."""
+    """Let malloc keep freed memory, which saves 1 to 4 % per step because Linux zeroes new pages."""
     if os.name != "posix":
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: free bytes to keep
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks are returned at once
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB free
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: return blocks above 32 MiB at once

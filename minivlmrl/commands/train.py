@@ -6,7 +6,7 @@ python train.py RECIPE --resume=auto         # continue from the newest checkpoi
 python train.py --help [SECTION]             # options and defaults
 torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 
-Without a clone: `minivlmrl train`.
+Without a clone, run `minivlmrl train`.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Run `train` on this rank, or print the options with --help."""
+    """Train on this rank, or print the options if --help is given."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -33,7 +33,7 @@ def train_recipe(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
-    """Load the recipe from arguments [RECIPE] [--section.name=value ...]."""
+    """Load a recipe from the arguments [RECIPE] [--section.name=value ...]."""
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     return load_config(arguments[0], arguments[1:])

@@ -1,6 +1,6 @@
 """Load functions and classes named in recipes: "name", "file.py:name" or "package.module:name".
 
-"name(option=1)" binds option=1. Errors in user code keep their type and traceback.
+"name(option=1)" passes option=1 to the function. Errors in user code keep their type and traceback.
 """
 
 import ast
@@ -53,7 +53,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def code_files() -> set[str]:
-    """Return user code files: loaded by a recipe, or imported by those from beside or below."""
+    """Return user Python files: loaded by a recipe, or imported from the same folders."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -81,8 +81,8 @@ def recipes_folder() -> Path:
 
 
 def run_file(path: str) -> ModuleType:
-    """Execute a Python file once, and return its module."""
-    # named after its path, so that pickle finds it on all ranks; without dots, which would mean packages
+    """Execute a Python file once, as a module, and return the module."""
+    # the module is named after its path, so that pickle finds it on all ranks; dots would mean packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -109,12 +109,12 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
-    refuses them in a recipe from a model folder.
+    rejects such names in a recipe found beside a model.
 
     Args:
         kind: for error messages, such as "reward".
         text: name, with or without options.
-        table: {name: object, or its "package.module:name"}.
+        table: {name: object or "package.module:name"}.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -133,7 +133,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
-    """Find a function by name, with or without options (see resolve_object); reject classes."""
+    """Load a function by name and bind its options (see resolve_object); reject classes."""
     function, options = resolve_object(kind, text, table)
     check_function(kind, text, function)
     return with_options(function, options)
@@ -152,10 +152,10 @@ def check_function(kind: str, text: str, function: Any):
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class for an item in `stages`.
+    """Return the trainer class for a stage in the recipe.
 
     Args:
-        stage: name in the table, or "file.py:Class".
+        stage: name in `table`, or "file.py:Class".
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
@@ -177,13 +177,13 @@ def load_function(
     names: Collection[str],
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
-    """Find the function for a `grpo` option, and adapt it to its callers.
+    """Load the function that an option such as grpo.loss_type names.
 
     Args:
-        option, text, table: option, value and built-in functions; see resolve_object.
-        section: stage options.
+        option, text, table: option name, value and built-in functions; see resolve_object.
+        section: stage options, passed to parameters with the same names.
         num_positional, names: see with_arguments.
-        convert: adapts other forms of functions.
+        convert: adapts functions with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
@@ -200,9 +200,9 @@ def with_arguments(
     """Wrap `function` so that it ignores unknown keyword arguments.
 
     Args:
-        num_positional: positional arguments per call.
-        names: possible keyword arguments of a call.
-        options: further values, for parameters with these names.
+        num_positional: number of positional arguments.
+        names: possible keyword arguments.
+        options: {name: value} for the remaining parameters.
     Raises:
         UserError: a parameter would get no value.
     """
@@ -228,13 +228,13 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return a function's own signature, without following wrappers; for modules, forward's."""
+    """Return a function's signature without following __wrapped__; for modules, forward's."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return function parameters; for wrappers with **kwargs, including wrapped ones."""
+    """Return function parameters; for wrappers with **kwargs, also the wrapped function's."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own
@@ -248,7 +248,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        if name not in hints:  # otherwise **columns would swallow a misspelled option
+        if name not in hints:  # otherwise **columns would swallow misspelled options
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

@@ -19,7 +19,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
-# options that change answers, saved in minivlmrl.yaml beside the weights
+# options that affect generation, saved in minivlmrl.yaml beside the weights
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -36,7 +36,7 @@ INFERENCE_OPTIONS = {
     ],
 }
 
-TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that contain text
+TEXTS = {str, FilePath, RecipePath, Code}  # string types
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
@@ -44,9 +44,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
     Args:
         recipe: path, or name in the folder `recipes`.
-        overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two texts "--seed" and "1"; values are YAML.
-        is_found: recipe found beside a model, not named by the user. If it names a Python file, load_config raises
-            UserError before any code runs.
+        overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two strings "--seed" and "1"; values are YAML.
+        is_found: recipe found beside a model, not named by the user. If it names a Python file,
+            load_config raises UserError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # if the recipe is also invalid without overrides, the message names it instead of the command line
+        # if the recipe is invalid without overrides, blame it, not the command line
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -110,14 +110,14 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only `stages`, which determines the recipe sections."""
+    """Read only `stages`, because user stages add sections to the recipe."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a RunConfig subclass with a section per user stage."""
+    """Return a RunConfig subclass with a section for each user stage."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -136,14 +136,14 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 class Resolver:
     """Make the paths in a recipe absolute, and list its Python files.
 
-    `typed` holds options from the command line, such as "grpo.beta" or "grpo".
+    `typed` contains command-line options, such as "grpo.beta" or "grpo".
     """
 
     def __init__(self, recipe: Path, typed: Collection[str], is_found: bool):
         self.recipe = recipe
         self.typed = typed
         self.is_found = is_found
-        self.unknown: list[str] = []  # code in a recipe found beside a model
+        self.unknown: list[str] = []  # Python code in a recipe found beside a model
 
     def check(self):
         """Raise UserError if a recipe found beside a model would run a Python file."""
@@ -158,8 +158,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # In a recipe from a model folder, reject quoted text: in "name(url='...')", it could be a URL, a file or a
-            # function.
+            # reject quoted strings in a recipe found beside a model: in "name(url='...')", the string could be a URL, a
+            # file or a function
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -176,7 +176,7 @@ class Resolver:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # relative to the working directory, because metric names contain reward paths
+        # shorten reward paths, because metric names contain them
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -185,7 +185,7 @@ class Resolver:
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]  # in order of precedence
-        # copies of built-in recipes may name files such as shapes_model.json
+        # a copied built-in recipe may still name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -206,10 +206,10 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Copy recipe values, changed by an override such as "--grpo.beta=0.1"."""
+    """Apply an override such as "--grpo.beta=0.1" to a copy of recipe values."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
-    if not separator and hint is bool:  # --dpo.use_weighting
+    if not separator and hint is bool:  # a flag such as --dpo.use_weighting
         separator = "="
         text = "true"
     if not override.startswith("--") or not separator:
@@ -218,7 +218,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML, but keep 007 as "007" for text options."""
+    """Parse an override's value as YAML; for string options, 007 stays "007"."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -250,13 +250,13 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return minivlmrl.yaml: options that change answers."""
+    """Return the options that affect generation, as saved in minivlmrl.yaml."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
         inference_options[section] = {name: values[section][name] for name in names}
     inference_options["sampling"] = values["sampling"]
-    if config.adapter.quantize:  # quantized weights below an adapter
+    if config.adapter.quantize:  # the adapter was trained on quantized weights
         inference_options["adapter"] = {"quantize": config.adapter.quantize}
     return yaml.safe_dump(inference_options, sort_keys=False)
 
@@ -267,14 +267,14 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
-    """Return prompt options with another value than in the recipe or minivlmrl.yaml of a trained model."""
+    """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ("prompt_template", "system_prompt", "answer_format", "box_space")
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]
 
 
 def read_yaml(path: Path) -> Plain:
-    """Parse a YAML file, and name the file in an error."""
+    """Parse a YAML file; errors name the file."""
     with error_context(str(path)):
         return parse_yaml(path.read_bytes())
 

@@ -1,6 +1,6 @@
-"""Two forms for user losses: f(logps, advantages, mask, **named), as grpo_loss, and f(batch, options).
+"""Accept user losses with two signatures: f(logps, advantages, mask, **named), like grpo_loss, or f(batch, options).
 
-For recipes and `minivlmrl parity`. Both return the loss, or (loss, {metric: value}).
+Both return the loss, or (loss, {metric: value}).
 """
 
 import inspect
@@ -10,14 +10,14 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """Micro-batch tensors by name, as in `minivlmrl parity`."""
+    """{name: tensor} for a micro-batch, with the names in `minivlmrl parity`."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
 
 
 def takes_batch(function: Callable) -> bool:
-    """Return True for the form f(batch, options); a wrapper f(*args, **kwargs) is like grpo_loss."""
+    """Return True for f(batch, options), but not for a wrapper f(*args, **kwargs)."""
     parameters = parameters_of(function)
     is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -26,7 +26,7 @@ def takes_batch(function: Callable) -> bool:
 
 
 def like_grpo_loss(function: Callable) -> Callable:
-    """Give f(batch, options) the arguments of grpo_loss."""
+    """Wrap f(batch, options) so that it can be called like grpo_loss."""
     if not takes_batch(function):
         return function
 

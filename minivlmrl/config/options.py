@@ -36,17 +36,17 @@ CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables the bound
 class ModelOptions:
     """The model to train: a folder with weights (`path`), or random weights (`config`)."""
 
-    path: FilePath | None = None  # Hugging Face folder or repository id
+    path: FilePath | None = None  # model folder or Hugging Face repository id
     config: RecipePath | None = None  # config.json to train from random weights
-    dtype: Dtype = "float32"  # parameters, gradients and AdamW moments
+    dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype for saving weights; None keeps that in `path`, or `dtype` for random weights
+    # dtype of saved weights; None keeps the dtype in `path`, or uses `dtype` for random weights
     save_dtype: Dtype | None = None
-    # parts not to train: vision (vision tower), merger (projects its output), language, embeddings, or layers such as
-    # layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the trained model
+    # parts to freeze: vision (vision tower), merger (vision-language projector), language, embeddings, or layers such
+    # as layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the policy
     freeze: list[Frozen] = field(default_factory=list)
-    # keep only transformer block inputs, and recompute activations in the backward pass
+    # recompute activations in the backward pass, storing only transformer block inputs
     activation_checkpointing: bool = False
 
     def __post_init__(self):
@@ -62,14 +62,14 @@ class ModelOptions:
 class LoRAOptions:
     """LoRA adapters; the base model is frozen."""
 
-    # folder with PEFT adapters to train further; keep r, alpha and target as before
+    # PEFT adapter folder to continue training from; r, alpha and target must match it
     path: FilePath | None = None
-    r: Annotated[int, ">= 0"] = 0  # LoRA rank; 0 trains without adapters
+    r: Annotated[int, ">= 0"] = 0  # LoRA rank; 0 for no adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # adapter output is scaled by alpha / r
     # dropout on adapter inputs during training
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers with adapters: language (the decoder), vision, merger, a family's own part (see docs/memory.md), or
-    # a regular expression for layer names
+    # layers to adapt: language (the decoder), vision, merger, a part specific to the model family (see docs/memory.md),
+    # or a regular expression for layer names
     target: list[str] = field(default_factory=lambda: ["language"])
     # nf4 stores frozen weights in 4 bits (QLoRA): all linear decoder layers, and other layers with adapters
     quantize: Literal["nf4"] | None = None
@@ -86,13 +86,13 @@ class LoRAOptions:
 class ReferenceOptions:
     """The reference model for the KL penalty and the DPO loss; it is not trained."""
 
-    # reference model, as folder or Hub repository id; None copies the policy when the stage starts
+    # reference model folder or Hub repository id; None copies the policy when the stage starts
     path: FilePath | None = None
-    # move the reference toward the policy during a stage (TR-DPO); see extras/moving_reference.py
+    # update the reference model during a stage (TR-DPO); see extras/moving_reference.py
     sync_ref_model: bool = False
-    # policy weight in the moved reference; 1 copies the policy
+    # policy weight when updating the reference model; 1 copies the policy
     ref_model_mixup_alpha: Annotated[float, "(0, 1]"] = 0.6
-    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between moves
+    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between reference model updates
 
 
 # -------------------------------------------------------------------------------------------- data
@@ -115,12 +115,12 @@ class ImageOptions:
 
 @dataclass
 class VideoOptions(ImageOptions):
-    """Video frame sizes and selection; see data/video.py."""
+    """Video frame sizes and frame sampling; see data/video.py."""
 
     total_pixels: Whole | None = None  # maximum total area over all frames, in pixels
-    fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
-    nframes: Whole | None = None  # number of frames, instead of fps
-    # bounds on the number of frames with fps
+    fps: Annotated[float, "(0, 1e15)"] | None = None  # frames to sample per second
+    nframes: Whole | None = None  # frames to sample, instead of fps
+    # bounds on the number of frames when sampling by fps
     min_frames: Whole | None = None
     max_frames: Whole | None = None
     # start and end of the video to sample from, in seconds
@@ -134,15 +134,14 @@ class RowOptions:
 
     # folder for relative image paths; None uses the folder of the data file
     image_root: FilePath | None = None
-    # your own function for another file format, as file.py:name: converts a row (a dictionary) to the columns in
-    # docs/data.md
+    # function for other row formats, as file.py:name; converts a row (dict) to the columns in docs/data.md
     format: Code | None = None
-    # column names to change: {label: solution} reads `label` as `solution`
+    # columns to rename: {label: solution} reads `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the question. Leave {problem} out if rows have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # library for resizing images; transformers' fast image processors use torch. None follows the model folder
+    # library for resizing images; transformers' fast image processors use torch. None uses the model folder's setting
     resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
@@ -154,13 +153,13 @@ class RowOptions:
 class FileOptions:
     """A file in data.train."""
 
-    file: FilePath  # see data/row_files.py
+    file: FilePath  # data file; see data/row_files.py
     # copies of each row per epoch; 0.5 uses every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows to use: all, first:N, end:N or random:N; N may be a percentage such as 10%
     # folder for relative image paths; None uses data.image_root
     image_root: FilePath | None = None
-    # rewards for the rows of this file, by name; [] uses all rewards in the recipe
+    # reward names for rows in this file; [] uses all rewards in the recipe
     rewards: list[RewardName] = field(default_factory=list)
     prompt_template: str | None = None  # text of the last user turn; None uses data.prompt_template
 
@@ -171,33 +170,34 @@ class DataOptions(RowOptions):
 
     # built-in task "shapes", or your own as "file.py:TASK"; arguments may follow in parentheses
     task: Code | None = None
-    # training rows; columns: docs/data.md
+    # training rows; for columns, see docs/data.md
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several training files, instead of train_file
-    files: dict[str, FilePath] = field(default_factory=dict)  # rows for single stages: {sft: rows.jsonl}
-    # held-out rows; columns: docs/data.md
+    # training files for single stages, such as {sft: rows.jsonl}
+    files: dict[str, FilePath] = field(default_factory=dict)
+    # held-out rows; for columns, see docs/data.md
     eval_file: FilePath | None = None
-    # skip training rows with longer prompts, in tokens; None keeps all. Stages that train on given answers, such as
-    # SFT, count the prompt with its longest answer
+    # maximum prompt length in tokens: longer training rows are skipped. Stages that train on given answers, such as
+    # SFT, count the prompt plus its longest answer
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
-    eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of evaluation rows; 0 for none
+    eval_rows: Annotated[int, ">= 0"] = 256  # maximum evaluation rows; 0 for none
     # also evaluate with gray images and with images of other rows, to measure how much answers depend on the image
     eval_without_images: bool = False
-    # smallest image area in pixels; None follows the model folder's processor settings
+    # smallest image area in pixels; None uses the model folder's setting
     min_pixels: MinPixels | None = None
-    # largest image area in pixels; None follows the model folder's processor settings
+    # largest image area in pixels; None uses the model folder's setting
     max_pixels: Count | None = None
     # threads that prepare prompts during optimizer steps; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip and count training rows with unreadable images
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # units of boxes in answers: pixels of the original or resized image, thousandths of the image size, or fractions
-    # from 0 to 1 (unit); None follows the model family
+    # unit of box coordinates in answers: original or resized image pixels, thousandths of the image size, or
+    # fractions from 0 to 1 (unit). None uses the model family's unit
     box_space: BoxSpace | None = None
     # where the answer is in a completion: in <answer> tags, the whole text, or the last line
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards in evaluations; the first is reported in most detail. None uses the training rewards
+    # rewards for evaluation; the first is reported in most detail. None uses the training rewards
     eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
@@ -223,33 +223,32 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# options that drop unlikely tokens, with the values that keep all tokens
+# {option that drops unlikely tokens: value that keeps all tokens}
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass
 class SamplingOptions:
-    """Sampling, and where a completion ends."""
+    """Sampling parameters and stop conditions."""
 
-    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 takes the likeliest token
-    max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # longest completion, in tokens
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 for greedy decoding
+    max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # maximum completion length, in tokens
     # ids that end a completion; None: <|im_end|>, <|endoftext|>, and the end tokens of generation_config.json
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
-    # sample from the k likeliest tokens, and from tokens that are as likely as the k-th; 0 keeps all tokens
+    # sample from the k likeliest tokens, including ties with the k-th; 0 keeps all tokens
     top_k: Annotated[int, ">= 0"] = 0
     # sample from the likeliest tokens whose probabilities add up to top_p (nucleus sampling)
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens below min_p times the largest probability
     # penalty on tokens in the prompt and completion so far: divides positive logits, multiplies negative ones
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # stop strings: texts that end a completion. The completion keeps the stop string and the rest of its last token
+    # strings that end a completion; the completion keeps the stop string and the rest of its last token
     stop_strings: list[str] = field(default_factory=list)
-    # maximum tokens in a sampling batch, with prompts and max_new_tokens per completion; None samples all prompts at
-    # once
+    # maximum tokens per sampling batch, with max_new_tokens per completion; None samples all prompts at once
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment with tools for the model to call, as file.py:NAME; see docs/agents.md
     environment: Code | None = None
-    # past turns whose images stay in the next prompt (see docs/agents.md); None keeps all images
+    # past turns whose images stay in the prompt (see docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class
@@ -268,21 +267,21 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """True if top_k, top_p or min_p drops tokens; training uses the softmax over the rest."""
+        """Whether top_k, top_p or min_p drops tokens; if so, training uses the softmax over the kept tokens."""
         return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
     def filtered(self) -> bool:
-        """True if top_k, top_p, min_p or the repetition penalty changes the probabilities before sampling."""
+        """Whether top_k, top_p, min_p or the repetition penalty changes the sampling probabilities."""
         return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass
 class RolloutOptions:
-    """Sampling during training: log-probability check, gathering sharded weights."""
+    """Options for sampling during training."""
 
-    # largest log-probability difference between sampling and training, in nats, per token. In bfloat16, instead,
-    # the root mean square over all tokens may be a tenth of it
+    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, the root mean square
+    # over all tokens may be at most a tenth of this
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True
@@ -299,7 +298,7 @@ class OptimizerOptions:
     # betas=, weight_decay=); its state must be tensors only
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
-    max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # clip larger gradient norms to this
+    max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # maximum gradient norm, for clipping
 
 
 @dataclass
@@ -307,7 +306,7 @@ class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
     enabled: bool = False  # False keeps a full copy of the model on each rank
-    # full model copies over all ranks; with one per node, no weights are sent between nodes
+    # model replicas over all ranks (HSDP); with one per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not per micro-batch: faster, but GPUs must hold all
@@ -323,11 +322,11 @@ class TrainingOptions:
     """Options for all training stages."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
-    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, summed over ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts per forward and backward pass
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # learning rate after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # schedule after warmup
-    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final rate as a fraction of learning_rate
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final learning rate as a fraction of learning_rate
     warmup_steps: Annotated[int, ">= 0"] = 0  # linear warmup, in steps
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # AdamW's second-moment decay
 
@@ -338,7 +337,7 @@ class TrainingOptions:
 
     @property
     def passes_per_rollout(self) -> int:
-        """Optimizer steps that train on each rollout row."""
+        """Passes over each rollout."""
         return 1
 
 
@@ -353,15 +352,16 @@ class SFTOptions(TrainingOptions):
 class DPOOptions(TrainingOptions):
     """Options for DPO and other losses on preference pairs."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # losses in losses/preference.py
-    loss_weights: list[Finite] | None = None  # loss weights; None gives each 1; MPO: [0.8, 0.2, 1.0]
-    beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger: closer to the reference
-    # assumed swapped pairs, as a fraction, for sigmoid, exo_pair, robust, aot and aot_unpaired
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # one or more losses from losses/preference.py
+    loss_weights: list[Finite] | None = None  # loss weights, None for 1 each; MPO: [0.8, 0.2, 1.0]
+    # scales the log ratios; larger values keep the policy closer to the reference
+    beta: Annotated[float, "(0, inf)"] = 0.1
+    # assumed fraction of swapped pairs, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha in alpha_divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: token weight beyond the shorter answer
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # without a reference model: all reference log-probabilities are 0
     # compute all reference log-probabilities before the first step, so that no second model stays in memory; see
@@ -386,11 +386,11 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (group size)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum tokens per forward and backward pass, None = no limit; completions share the prompt's tokens, but a group
-    # may be split
+    # maximum tokens per forward and backward pass, None = no limit; completions share their prompt tokens, unless the
+    # group is split
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: sample other prompts instead of groups with equal rewards, from at most max_num_gen_batches
-    # batches of prompts per step; 1 disables it
+    # dynamic sampling: replace groups with equal rewards, sampling at most this many prompt batches per step; 1
+    # disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # function for advantages: a name in losses/advantages.py, or your own as file.py:name. None: rloo for
@@ -408,19 +408,19 @@ class GRPOOptions(TrainingOptions):
     # policy loss: a grpo_loss name, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
-    # the policy ratio, new to old, is clipped to [1 - epsilon_low, 1 + epsilon_high]
+    # clip the policy ratio pi / pi_old to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range; see epsilon_low
-    beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL penalty; 0 needs no reference model
+    beta: Annotated[float, "[0, inf)"] = 0.0  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see kl_term
     # multiply the KL penalty by pi / pi_old, for an unbiased gradient
     use_bias_correction_kl: bool = True
-    # train only on tokens with the highest entropy; 0.2: a fifth of all tokens
+    # fraction of tokens to train on, those with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # entropy bonus weight
-    # importance sampling correction if log-probabilities differ between sampling and training
+    # importance sampling correction for log-probs that differ between sampling and training
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # bounds on the importance ratio in grpo.rollout_correction, lower and upper
+    # (lower, upper) bounds on the importance ratio, for grpo.rollout_correction
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -440,7 +440,7 @@ class GRPOOptions(TrainingOptions):
 
     @property
     def advantages_name(self) -> str:
-        """Advantage function name, from other options if grpo.advantages is None."""
+        """Advantage function name, chosen from other options if grpo.advantages is None."""
         if self.advantages is not None:
             return self.advantages
         if self.loss_type == "rloo":
@@ -456,15 +456,15 @@ class PPOOptions(TrainingOptions):
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # see grpo.max_tokens_per_micro_batch
-    # clips the policy ratio, new to old, to 1 +- cliprange, and critic value changes to +- cliprange
+    # clip the policy ratio pi / pi_old to 1 +- cliprange, and changes in critic values to +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # critic loss weight
-    critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: a model of its own
+    critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: its own model
     # critic or reward model folder to initialize a separate critic; None copies the policy
     critic_path: FilePath | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL penalty; 0 needs no reference model
+    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see token_rewards
-    # subtracted from scores without an end token; None disables it
+    # subtracted from scores for completions without an end token; None disables it
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
@@ -486,14 +486,14 @@ class RunConfig:
     """All options for a training run."""
 
     seed: int = 0  # seed for weights, data order and sampling
-    output_dir: str = "runs/default"  # folder for all files of the run
-    # training stages, in order; your own stage is file.py:Class, whose attribute `stage` names its section of options
+    output_dir: str = "runs/default"  # folder for all run files
+    # training stages, in order; your own stage is file.py:Class, whose attribute `stage` names its section
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
-    # maximum epochs per stage; more passes over a rollout add steps, not rows
+    # maximum epochs per stage; repeated passes over a rollout do not count as epochs
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None
-    # CPU threads per rank; None uses OMP_NUM_THREADS, or an equal share of the cores
+    # CPU threads per rank; None uses OMP_NUM_THREADS, or an equal share of cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between training states to resume from; stages also save their last state
+    # minutes between saved training states; each stage also saves its last state
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
     # also save a training state every N steps; if this and checkpoint_minutes are 0, only a signal such as SIGTERM
     # saves one
@@ -508,22 +508,22 @@ class RunConfig:
     # smaller. At the end, weights are always merged
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
-    # prompts per entry of completions.jsonl, from rank 0; None logs all prompts of all ranks
+    # prompts per entry in completions.jsonl, from rank 0; None logs all prompts from all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes it only at the end
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
-    # evaluation metric, such as eval/accuracy_greedy; the best weights are saved in best/
+    # evaluation metric that selects the weights saved in best/, such as eval/accuracy_greedy
     best_metric: str | None = None
-    # trackers for metrics, or your own function as file.py:name: it is called with (config, steps, closing), and
-    # returns a function log(values, steps)
+    # metric trackers, or your own function as file.py:name, which is called with (config, steps, closing) and returns a
+    # function log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
     # refuse to start if the memory estimate exceeds GPU memory
     check_memory: bool = True
     # seconds that a rank waits for others in an optimizer step; sampling, rewards and saving may take longer
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
-    # hours until the run ends because a rank hangs, for example in a reward or while reading an image
+    # hours until a run ends if a rank hangs, for example in a reward or while reading an image
     max_wait_hours: Annotated[float, "(0, 720]"] = 24.0
-    # seconds per call of a reward function, which scores all completions of a batch
+    # maximum seconds per reward function call, which scores a whole batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
@@ -542,9 +542,9 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # set by load_config, not options
-        self.recipe = ""  # recipe path
-        # sections of stages left out by --stages
+        # set by load_config; not recipe options
+        self.recipe = ""
+        # recipe sections for stages left out by --stages
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # {"file.py:Class" in `stages`: Class.stage}
         for path in [Path(self.output_dir), *Path(self.output_dir).parents]:
@@ -565,12 +565,12 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """Stage names, as option sections: `again` for my_stage.py:Again."""
+        """Stage names, which are also section names, such as `again` for my_stage.py:Again."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """Rewards in evaluations: data.eval_rewards, by default the training rewards.
+        """Evaluation rewards: data.eval_rewards, by default the training rewards.
 
         Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
         because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
@@ -583,5 +583,5 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP2 wraps the model, for sharding or for model.compute_dtype."""
+        """Whether FSDP2 wraps the model, for sharding or for model.compute_dtype."""
         return self.sharding.enabled or self.model.compute_dtype is not None

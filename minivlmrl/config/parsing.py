@@ -1,4 +1,4 @@
-"""Check and convert recipe and config file values by dataclass type hints."""
+"""Check and convert values in recipes and config files by dataclass type hints."""
 
 import dataclasses
 import inspect
@@ -28,7 +28,7 @@ ChangeText = Callable[[TypeHint, str, str], str]
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader without duplicate keys, and without aliases: a short text could fill the memory."""
+    """YAML loader that rejects duplicate keys, and aliases, which let a short file fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -54,14 +54,14 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a text without a file
+        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a string
         raise UserError(f"the text is not valid YAML ({reason})") from error
 
 
 def build(
     cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
 ) -> T:
-    """Build a dataclass from file values; check keys, types and bounds.
+    """Build a dataclass from values in a file; check keys, types and bounds.
 
     Args:
         where: file name or "command line", for error messages.
@@ -90,14 +90,14 @@ class Reader:
     """Check and convert nested values by type hints.
 
     Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
-    dataclasses, Literal["a", "b"], text types of config/types.py, and numbers with bounds such as Annotated[float,
+    dataclasses, Literal["a", "b"], string types in config/types.py, and numbers with bounds such as Annotated[float,
     "(0, 1]"].
 
     Args:
-        json: True for JSON files, written by programs: unknown keys are ignored, texts are not converted. False for
-            recipes: a float may be "1e-4", which YAML reads as text, and a text may stand for a list with one item.
-        change_text: (type, text, field path) -> new text, for keys and values whose type is a text type of
-            config/types.py. In the path, dots of a key are slashes.
+        json: True for JSON files: ignore unknown keys, convert no strings. False for recipes: accept "1e-4" as a float,
+            because YAML reads it as a string, and accept a string as a list with one item.
+        change_text: (type, string, field path) -> new string, for keys and values with a string type in
+            config/types.py. In the path, slashes replace dots in keys.
         root: dataclass for the whole file, for suggestions if a key is unknown.
         dashes: "--" to suggest command-line options, otherwise "".
     """
@@ -121,7 +121,7 @@ class Reader:
                 raise invalid_value(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # compared with types, because Literal[1] must reject True == 1
+            # compare types as well, because Literal[1] must reject True == 1
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise self._wrong_choice(hint, value, name, type_text(hint))
@@ -164,13 +164,13 @@ class Reader:
                 raise UserError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # from __post_init__
+        except ValueError as error:  # raised in __post_init__
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value with a type in the union; otherwise convert to the first type that fits."""
+        """Keep a value whose type is in the union; otherwise convert it to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
-        if type(value) in typing.get_args(hint):  # keeps "7" as text for float | str
+        if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
         if len(choices) == 1:  # read directly, for a more specific error
             return self.read(choices[0], value, name)
@@ -182,7 +182,7 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
-        """Describe a value outside the choices, and its meaning in other projects."""
+        """Return the error for an invalid choice; explain values known from other projects, such as TRL."""
         error = str(invalid_value(name, value, expected))
         if not isinstance(value, str) or self.root is None:
             return UserError(error)
@@ -211,8 +211,8 @@ class Reader:
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # a single text is a list with one item, as in --dpo.loss_type=ipo
-        # lists are accepted for tuples, which JSON and YAML lack
+            value = [value]  # a string is a list with one item, as in --dpo.loss_type=ipo
+        # JSON and YAML have no tuples, so accept lists
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         require(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -229,9 +229,9 @@ class Reader:
 
 
 def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
-    """Describe an unknown key, and suggest an option; it may be TRL's name, or from another section."""
+    """Return the message for an unknown key, which may be TRL's name or in another section."""
     paths = [option.path for option in options_of(root)]
-    if "." in key and key in paths:  # recipes have sections, no dotted names
+    if "." in key and key in paths:  # recipes use sections instead of dotted names
         parent, _, name = key.rpartition(".")
         return f"unknown key {key}; write {name} in the section {parent}"
     names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
@@ -243,13 +243,13 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
             return f"unknown key {inner}{name}; {advice}"
         inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-        names.setdefault(path.rpartition(".")[2], path)  # for names without their section
+        names.setdefault(path.rpartition(".")[2], path)  # names given without their section
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
 
 def _foreign_name(root: type, section: str, name: str, dashes: str) -> str:
-    """Return what docs/coming_from.md says about a name in a recipe, otherwise ""."""
+    """Return advice from docs/coming_from.md about a name from another project, otherwise ""."""
     if not issubclass(root, RunConfig) or not has_extras():
         return ""
     answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
@@ -260,14 +260,14 @@ class Option(NamedTuple):
     """A recipe option, such as grpo.beta."""
 
     path: str  # command-line name, such as "seed" or "grpo.beta"
-    name: str  # name in its section
+    name: str  # name within its section
     hint: TypeHint
     default: Plain
-    declared_in: type  # dataclass with the field, perhaps a base class
+    declared_in: type  # dataclass that declares the field, possibly a base class
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield a dataclass's options, with those in dataclass fields (recipe sections)."""
+    """Yield all options in a dataclass and in its nested dataclasses (recipe sections)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -303,7 +303,7 @@ def type_text(hint: TypeHint) -> str:
 
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
-    interval = bounds.partition("; ")[0]  # without the advice after ;
+    interval = bounds.partition("; ")[0]  # drop the advice after ";"
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-REPEATED = 0.01  # seconds between repeated Overtime errors, for code that catches them
-longest = math.inf  # upper bound for all time limits in seconds, from shorten_limits
+REPEATED = 0.01  # seconds until Overtime is raised again, if user code catches it
+longest = math.inf  # upper bound on all time limits, in seconds; see shorten_limits
 
 
 class Overtime(BaseException):
-    """User code took too long; a BaseException, so `except Exception` does not catch it."""
+    """User code took too long; a BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`.
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows
-    or outside the main thread. Endless C code, or code with its own SIGALRM handler, cannot be stopped. An alarm of the
-    caller waits until the block has ended.
+    or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be stopped. The
+    caller's timer waits until the block ends.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -30,7 +30,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     start = time.monotonic()
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # the caller's alarm
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # pause the caller's timer
     former = signal.signal(signal.SIGALRM, partial(stop, seconds))
     signal.setitimer(signal.ITIMER_REAL, min(seconds, longest), REPEATED)
     try:
@@ -39,8 +39,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # repeated, because Overtime may interrupt the first call
-        # None for a handler from C code, which signal.signal rejects
+        signal.setitimer(signal.ITIMER_REAL, 0)  # again, because Overtime may have interrupted the first call
+        # `former` is None for a handler from C code; signal.signal rejects None
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
         if delay:
             signal.setitimer(signal.ITIMER_REAL, max(start + delay - time.monotonic(), REPEATED), interval)

@@ -1,11 +1,11 @@
-"""Option types: texts for files or code, numbers with bounds; config/parsing.py checks them."""
+"""Option types: strings that name files or code, and numbers with bounds; checked by config/parsing.py."""
 
 import re
 from typing import Annotated, Any, Literal, NewType
 
 Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 
-FilePath = NewType("FilePath", str)  # relative to the working directory, unless the option's comment differs
+FilePath = NewType("FilePath", str)  # relative to the working directory, unless the option says otherwise
 RecipePath = NewType("RecipePath", str)  # relative to the recipe
 Code = NewType("Code", str)  # name, or "file.py:name" relative to the recipe
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py

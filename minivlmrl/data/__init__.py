@@ -1,1 +1,1 @@
-"""Data files to tensors: read and check rows, load images, tokenize texts."""
+"""Convert data files to tensors: read and check rows, load images, tokenize text."""

@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # larger coordinates are invalid, because areas could overflow
+LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -64,12 +64,12 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Return True for finite coordinates in order, with a positive area."""
+        """Whether coordinates are finite and in order, with a positive area."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
         return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
 
     def inside(self) -> bool:
-        """Return True if the box is inside its image, within a millionth of the sides."""
+        """Return True if the box is inside its image; tolerance: 1e-6 times the image size."""
         numbers = zip(self.numbers, self.extent * 2, strict=True)
         return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
@@ -86,19 +86,19 @@ def iou(a: Box, b: Box) -> float:
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot make the union too small
+    return intersection / (a.area + (b.area - intersection))  # this order of additions avoids rounding the union down
 
 
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Match predicted with true boxes one to one, for the largest sum of similarities.
+    """Match predicted to true boxes one to one, maximizing total similarity.
 
     Example: IoUs [[0.6, 0.5], [0.5, 0]] between two predicted boxes (rows) and two true boxes (columns) give [(0, 1),
     (1, 0)], because 0.5 + 0.5 is more than 0.6 + 0.
 
     Returns:
-        (predicted index, true index) per match, one for each box in the shorter list.
+        (predicted index, true index) per match; every box in the shorter list is matched.
     """
     if not predicted or not truth:
         return []
@@ -112,7 +112,7 @@ def match(
 
 
 def says_none(text: str) -> bool:
-    """Return True for an answer without an object: [], None or No such object."""
+    """Return True if an answer says that there is no object: "[]", "None" or "No such object"."""
     return unwrap(text.translate(PLAIN_SIGNS)).casefold() in ("[]", "none", "no such object")
 
 
@@ -130,8 +130,9 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     Markdown or LaTeX around a box, such as a code fence, and a final period are ignored.
 
     Returns:
-        (x1, y1, x2, y2) per box, finite, perhaps out of order or outside the image; see Box.valid and Box.inside. Empty
-        if a group of numbers is no box, or if there are other words, which could negate it ("not [1, 2, 5, 6]").
+        (x1, y1, x2, y2) per box, finite; see Box.valid and Box.inside.
+        Empty if a group of numbers is not a box, or if there are other words, which could negate it ("not [1, 2, 5,
+        6]").
 
     Source: key "bbox_2d" from Qwen2.5-VL's cookbook.
     """
@@ -151,7 +152,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Return the objects and lists in a JSON list; other JSON becomes a list with one item."""
+    """Return the objects or lists in a JSON list; wrap other JSON in a list."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]

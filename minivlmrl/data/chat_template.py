@@ -1,4 +1,4 @@
-"""Chat template of Qwen2-VL and Qwen2.5-VL: render messages as text and control tokens."""
+"""Render messages as text and control tokens, with the Qwen2-VL and Qwen2.5-VL chat template."""
 
 from itertools import groupby
 from pathlib import Path
@@ -12,33 +12,33 @@ class SpecialToken(str):
 
 
 class RewrittenTurnsError(UserError):
-    """A chat template changes a turn when more turns follow, for example drops its thought."""
+    """A chat template changes a turn when more turns follow, for example by dropping its reasoning."""
 
 
 START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
-# ends of a completion: <|im_end|> (turn) and <|endoftext|> (document)
+# stop tokens, for turns and documents
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# placeholders; test `piece is IMAGE`, because user text "<|image_pad|>" equals IMAGE
+# image and video placeholders; compare with `is`, because the user text "<|image_pad|>" == IMAGE
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Render a prompt's messages and the header of the assistant's answer.
+    r"""Render a prompt's messages, followed by the assistant header.
 
     Example: one user message with an image and "What?" is rendered as
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
-    Processor.encode then repeats the id of <|image_pad|> per image token.
+    Processor.encode then repeats the <|image_pad|> id once per image token.
 
     Args:
-        messages: see data/messages.py; the default system message is added if they begin with another role.
+        messages: see data/messages.py; without a system message, the default one is added.
     Returns:
-        Texts and control tokens in order. Control tokens are SpecialToken: text with the same characters stays text.
-        Neighboring texts are joined, because transformers also tokenizes the text between control tokens as a whole.
-    Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
+        Text and control tokens in order. Control tokens are SpecialToken; text with the same characters stays text.
+        Neighboring strings are joined, because transformers also tokenizes the text between control tokens as a whole.
+        Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
@@ -47,12 +47,12 @@ def render(messages: list[dict]) -> list[str]:
 
 
 def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Load Qwen's chat template as Jinja, which transformers reads from a saved model folder."""
+    """Load the Jinja version of Qwen's chat template, for saved model folders."""
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
 def render_message(message: dict) -> list[str]:
-    """Render one message as texts and control tokens.
+    """Render one message as text and control tokens.
 
     Raises:
         UserError: tool_calls, no content, or a part other than text, image or video.
@@ -76,16 +76,16 @@ def render_message(message: dict) -> list[str]:
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Render a completion: an answer, perhaps with further turns.
+    r"""Render a completion: an answer, possibly followed by more turns.
 
     Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, with trained tokens
     in brackets:
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        (text or control token, trained) pairs. Trained are the texts of assistant turns, and the <|im_end|> after them.
+        (text or control token, trained) pairs; only assistant text and the following <|im_end|> are trained on.
     Raises:
-        UserError: an answer has a thought outside its content, for example in reasoning_content.
+        UserError: an answer has reasoning outside its content, for example in reasoning_content.
     """
     flagged = []
     for turn in turns:
@@ -94,7 +94,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
                 f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
-        start, role, *inside, newline = render_message(turn)  # inside ends with <|im_end|>
+        start, role, *inside, newline = render_message(turn)  # `inside` ends with <|im_end|>
         flagged += [(start, False), (role, False)]
         flagged += [(piece, is_trained(turn)) for piece in inside]
         flagged.append((newline, False))
@@ -102,7 +102,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighboring texts, and drop empty ones."""
+    """Join neighboring text, and drop empty strings."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, SpecialToken)):
         neighbors = list(run)
@@ -111,7 +111,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighboring texts, but not trained with untrained ones: no token contains both."""
+    """Join neighboring text, but keep trained and untrained text apart, so that no token contains both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

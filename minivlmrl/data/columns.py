@@ -5,12 +5,12 @@ from typing import Annotated
 from minivlmrl.config.types import BoxSpace
 from minivlmrl.errors import UserError, did_you_mean, truncate
 
-# {column: type}; rows have exactly one of them
+# {prompt column: type}; a row must have exactly one of these columns
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that all stages read
+# columns read by all stages
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 VALUES = {  # {column: type with bounds}
     "system": str,
@@ -21,15 +21,15 @@ VALUES = {  # {column: type with bounds}
 
 
 class LayoutError(UserError):
-    """Row in another project's layout, which `convert` can read."""
+    """The row has another project's layout, which `minivlmrl convert` can read."""
 
 
 class EmptyColumnError(LayoutError):
-    """Missing value, which a row in another project's layout may have elsewhere."""
+    """A value is missing; in another project's layout, it may be in another column."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns all at once, so that two names can be swapped; pandas' NaN becomes None."""
+    """Rename columns, all at once so that two names can be swapped; NaN (from pandas) becomes None."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN != NaN
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
@@ -46,12 +46,12 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a missing value; a LayoutError if the layout may be another project's.
+    """Return the error for a missing value: a LayoutError if the row may have another project's layout.
 
     Args:
         name: column that is missing or None in the row.
         columns: the row's columns.
-        cure: how to rename the column or do without it, a sentence without period.
+        cure: advice for the message, such as how to rename the column.
     """
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]

@@ -15,21 +15,21 @@ from minivlmrl.files import INFERENCE_CONFIG, weight_files
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 NETWORK_SECONDS = 5  # timeout per request to the Hub
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONFIG, "LICENSE*", "NOTICE*"]
-SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # small files, without weights
+SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # everything except weights
 
 
 def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
-    """Return a model's folder, downloaded if necessary.
+    """Return a local model folder, downloading the model if necessary.
 
     Args:
         name: a folder, which takes precedence, or a Hub repository id, such as "Qwen/Qwen2.5-VL-3B-Instruct" or
             "OWNER/NAME@BRANCH".
-        patterns: files to download, DOWNLOADED or SETTINGS.
+        patterns: which files to download, DOWNLOADED or SETTINGS.
     """
     folder = Path(name)
     if isdir(folder):
         return folder
-    if isfile(folder):  # os.path, because pathlib raises OSError for too long names
+    if isfile(folder):  # os.path, because pathlib raises OSError for long names
         raise UserError(
             f"{name} is a file, but a model is a folder with config.json and safetensors files, in the Hugging Face "
             "format; a GGUF file of llama.cpp cannot be trained"
@@ -63,9 +63,9 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         repo_id,
         revision=revision,
         allow_patterns=[*patterns],
-        ignore_patterns="*/*",  # ignore subfolders
+        ignore_patterns="*/*",  # no subfolders
     )
-    # errors if the model, or one of its files, is not in the cache
+    # raised if the model, or one file, is not in the cache
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]
@@ -79,7 +79,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         # snapshot_download could wait forever without a network, but model_info fails after NETWORK_SECONDS
         HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
         return Path(download())
-    except Exception as error:  # network libraries and their exceptions depend on the huggingface_hub release
+    except Exception as error:  # exception types depend on the huggingface_hub version
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{name}: there is no such folder, no complete copy in the Hugging Face cache, and the download failed "

@@ -1,7 +1,7 @@
-"""Datasets of data files, with facts about their rows.
+"""Datasets that read rows from data files.
 
-Opening a file parses and checks all rows once, and collects their RowFacts. Rows are parsed again at every use, so
-changes to a row do not affect later uses.
+Opening a file parses and checks all rows once, and collects RowFacts. Every access parses a row again, so changes to a
+Row are not kept.
 """
 
 import re
@@ -37,13 +37,13 @@ Size = tuple[int, int]  # (width, height) in pixels
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function in option data.format, which converts a row."""
+    """Load the function named in data.format, which converts a row."""
     with error_context(f"data.format {name}"):
         return resolve_function("format", name, {})
 
 
 class RowFile:
-    """An open data file, with the options for reading it.
+    """An open data file and the options for reading it.
 
     Args:
         path: file or folder with rows.
@@ -62,22 +62,22 @@ class RowFile:
         self.columns: list[str] = []  # all column names
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
-        # sizes from row_sizes.measure, for one processor: {line: {answer names: size}}
+        # cache for row_sizes.measure, with one processor: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
     def columns_of(self, line: int) -> dict:
-        """Parse a row, and rename its columns."""
+        """Parse a row and rename its columns."""
         return rename_columns(self.convert(self.source[line]), self.options.columns)
 
     def open(self, line: int, required: Sequence[str], known: Collection[str]) -> tuple[Row, list[Media]]:
-        """Parse, check and read a row for the first time; see row_checks.checked_row."""
+        """Parse and check a row when its file is opened; see row_checks.checked_row."""
         where = self.source.where(line)
         with error_context(where):
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # an earlier row was read, so the file has our layout
+                # the file has our layout if an earlier row was read
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -94,7 +94,7 @@ class RowFile:
         return row, media
 
     def load(self, line: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
-        """Read a row; images and videos are loaded at use."""
+        """Read a row whose images and videos are loaded on access."""
         row, media = self.read(line)
 
         def load(item: Media) -> PIL.Image.Image:
@@ -115,39 +115,39 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Facts about a row, collected when its file is opened."""
+    """What is known about a row without reading it again."""
 
     file: RowFile
     line: int  # index in the file
-    num_images: int  # in the prompt
+    num_images: int  # images in the prompt
     num_videos: int
-    prompt_hash: int  # prompt hash, with media file sizes
+    prompt_hash: int  # hash of the prompt and media file sizes
     media_fingerprint: int  # checksum of media file sizes and times, equal in all processes
-    text_bytes: dict[str, int]  # bytes of text: prompt, and per column in ANSWERS
-    solution: Plain  # compared with answers before the first step
-    literal_tokens: tuple[str, ...]  # control tokens spelled out in texts, such as <|im_end|>
-    boxes: dict[str, str]  # {column in ANSWERS: first box}
-    box_space: str | None  # box units
-    # (size, options) per image in prompt and answers; size None = unknown
+    text_bytes: dict[str, int]  # {"prompt" or answer column: text length in bytes}
+    solution: Plain  # reference answer, checked before the first step
+    literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
+    boxes: dict[str, str]  # {answer column: first box in it}
+    box_space: str | None  # unit of box coordinates
+    # (size or None if unknown, options) per image in prompt and answers
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
     def where(self) -> str:
-        """Return file and line, such as "rows.jsonl:3", for error messages."""
+        """File and line, such as "rows.jsonl:3", for error messages."""
         return self.file.source.where(self.line)
 
 
 class FileDataset(Sequence[Row]):
-    """Rows from a data file, or from several after mix().
+    """Rows from one data file, or from several files after mix().
 
     Args:
         path: file or folder with rows.
         required: columns that all rows must have; "problem" = any prompt column.
-        limit: maximum rows, None = all.
+        limit: maximum number of rows, None for all.
         constants: columns added to every row.
         checks_files: check that image and video files exist; only on rank 0, because shared file systems are slow.
-        reads: columns that a stage or reward reads, besides `required`; None = all.
-        options: fields of RowOptions.
+        reads: more columns that a stage or reward reads, or None for all.
+        options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
     """
@@ -211,7 +211,7 @@ class FileDataset(Sequence[Row]):
         return digest(hashed_parts)
 
     def select(self, facts: list[RowFacts]) -> "FileDataset":
-        """Return a dataset with the given rows, perhaps from several datasets."""
+        """Return a dataset with the given rows, which may come from several datasets."""
         if not facts:
             raise UserError(
                 "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
@@ -226,12 +226,12 @@ class FileDataset(Sequence[Row]):
 
     @property
     def columns(self) -> set[str]:
-        """Return all column names, before and after renaming by data.columns."""
+        """All column names, before and after renaming with data.columns."""
         return {name for file in self.files for name in file.columns}
 
     @property
     def unread(self) -> list[str]:
-        """Return the columns that no stage or reward reads."""
+        """Columns that no stage or reward reads."""
         return sorted({name for file in self.files for name in file.unread})
 
     @property
@@ -240,7 +240,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def media_fingerprint(self) -> str:
-        """Hash sizes and times of all media files; only rank 0 has read them."""
+        """Hash of all media file sizes and times; only rank 0 has read them."""
         return digest([repr([facts.media_fingerprint for facts in self.facts])])
 
 
@@ -251,12 +251,12 @@ def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
 
 
 def is_foreign(error: BaseException | None) -> bool:
-    """Return True for a LayoutError, also inside error_context."""
+    """Return True for a LayoutError, even if error_context has wrapped it."""
     return isinstance(error, LayoutError) or (error is not None and is_foreign(error.__cause__))
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Collect a row's facts, and list missing media files.
+    """Return RowFacts for a row, and a list of missing media files.
 
     Args:
         media: images and videos in the prompt.
@@ -288,9 +288,9 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
 
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return sizes (bytes) and modification times of a row's media files, and describe missing ones.
+    """Return media file sizes (bytes) and modification times, and describe missing files.
 
-    For an image stored in the row, the size is that of its bytes or base64 text, and the time is 0.
+    For an image stored in the row, the size is the length of its bytes or base64 string, and the time is 0.
     """
     sizes = []
     times = []
@@ -311,7 +311,7 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
 
 
 def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]:
-    """Find the first box in every answer: {column: box as written}."""
+    """Return the first box in each answer: {answer column: box as written}."""
     boxes = {}
     for name, answer in answers.items():
         text = "\n".join(text_of(turn) for turn in as_turns(answer or []))
@@ -321,25 +321,25 @@ def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]
 
 
 def image_size(image: Media, folder: Path) -> Size | None:
-    """Return an image's (width, height), None = unreadable."""
+    """Return an image's (width, height), or None if it is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # reported or skipped when the row is used
+    except ValueError:  # raised again when the row is used
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image file only for its size; it cannot be decoded afterwards."""
+    """Open an image file only to read its size; the returned image cannot be decoded."""
     with open_image(source, folder) as image:
         return image
 
 
 class LazyImages(Sequence):
-    """A row's images, decoded at every access, so that no decoded image stays in memory."""
+    """A row's images, decoded on every access, so that no decoded image stays in memory."""
 
     def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
-        self.sizes = {}  # {index: (width, height)}, images decoded so far
+        self.sizes = {}  # {index: (width, height)}, for images decoded so far
 
     def __len__(self) -> int:
         return len(self.decoders)
@@ -351,7 +351,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos; frames are read at use."""
+    """Return a row's videos; frames are read on access."""
     videos = []
     for item in media:
         if item.kind == "video":

@@ -1,6 +1,6 @@
-"""Render conversations with the Jinja chat template of a model folder, as texts and control tokens.
+"""Render conversations with the Jinja chat template in a model folder, as text and control tokens.
 
-chat_template.py renders the published template of Qwen2-VL and Qwen2.5-VL without Jinja.
+chat_template.py renders the published Qwen2-VL and Qwen2.5-VL template without Jinja.
 """
 
 import hashlib
@@ -36,43 +36,43 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
 
-# files with a chat template, in transformers' order
+# files that may contain a chat template, in transformers' order
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of Qwen2.5-VL's template as published by Qwen and TRL, rendered by chat_template.py
+# SHA-256 of published Qwen2.5-VL templates (Qwen and TRL), which chat_template.py renders
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# template code that removes the thought <think>...</think> of an answer
+# template code that removes <think>...</think> from an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# tags for thoughts and tools; allowed in messages, even if special tokens
+# reasoning and tool tags, which messages may contain even if they are special tokens
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 DEFAULT = as_jinja()  # Qwen2.5-VL's chat template
-WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # with code that declares tools
+WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # same, with code that declares tools
 # Qwen3-VL: Qwen2.5-VL's template without a default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
 class ChatTemplate:
-    """Jinja chat template; "<|im_end|>" written by a user stays ordinary text.
+    """Jinja chat template that treats "<|im_end|>" in a user message as ordinary text.
 
     Args:
-        source: file name, for error messages.
+        source: template file, for error messages.
         special_tokens: control tokens; see Tokenizer.special_tokens.
-        token_names: {name: value} of template variables, such as eos_token.
+        token_names: {name: value} for template variables such as eos_token.
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        self.tools = None  # schemas that the template declares
+        self.tools = None  # JSON schemas of tools in prompts
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # also RecursionError and SyntaxError, for nested blocks
+        except Exception as error:  # such as RecursionError for nested blocks
             raise self._error(error) from error
-        # longer tokens first: a token may begin with another
+        # longer tokens first, because a token may begin with a shorter one
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
         controls = {name: SpecialToken(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
@@ -80,16 +80,16 @@ class ChatTemplate:
         self.literal_tokens = re.compile("|".join(map(_literal_pattern, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that only the template writes, never a message."""
+        """Return the control tokens that only the template may write, not a message."""
         written = [self.text]
-        # rendered texts, too: a template may build a token, as in '<|' + message.role + '|>'
+        # a template may build a token: '<|' + message.role + '|>'
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
-            with suppress(ValueError):  # templates may refuse a role
+            with suppress(ValueError):  # templates may reject a role
                 written.append(self._render(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # without single characters such as "#", which texts may contain
+            # ignore single characters such as "#", which messages may contain
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -97,7 +97,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Load the chat template of a model folder; None if there is none, or chat_template.render does the same."""
+        """Load the chat template from a model folder; None if it has none or chat_template.render is equivalent."""
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
@@ -114,11 +114,11 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Render a conversation as texts and control tokens, which join to transformers' apply_chat_template.
+        """Render a conversation as text and control tokens; joined, they equal apply_chat_template in transformers.
 
         Raises:
-            UserError: the template cannot render the messages, or leaves out an image, a video or a text other than a
-                thought.
+            UserError: the template cannot render the messages, or leaves out an image, video or text other than
+                reasoning.
         """
         conversation, mark = self._marked(messages)
         pieces = join_text(self._cut(self._render(conversation, True), mark))
@@ -139,12 +139,12 @@ class ChatTemplate:
             (text or control token, trained) pairs; see messages.is_trained.
         Raises:
             RewrittenTurnsError: a turn is rendered differently if more turns follow.
-            UserError: assistant turns do not end with <|im_end|> and a line break, or a text is missing.
+            UserError: an assistant turn does not end with <|im_end|> and a newline, or text is missing.
         """
         conversation, mark = self._marked([*messages, *turns])
         text = self._render(conversation, False)
         flagged = []
-        end = None  # of the previous assistant turn
+        end = None  # end of the previous assistant turn
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
                 continue
@@ -157,7 +157,7 @@ class ChatTemplate:
                     f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
-            end = turn_end - 1  # without the line break, which the model does not write
+            end = turn_end - 1  # without the newline, which the model does not generate
             is_written = is_trained([*messages, *turns][turn_number])
             flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts([*messages, *turns], text.replace(mark, ""), len(messages))
@@ -185,14 +185,14 @@ class ChatTemplate:
 
     @cached_property
     def generation_prefix(self) -> str:
-        """Opening tag after every prompt, such as "<think>\\n", or ""."""
+        """Opening tag at the end of every prompt, such as "<think>\\n", or ""."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._render(messages, True).removeprefix(self._render(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
     def with_tools(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy that lists `tools` (JSON schemas) in prompts."""
+        """Return a template that lists `tools` (JSON schemas) in prompts."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -202,16 +202,16 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens that a user wrote, so they stay text."""
+        """Insert a rare character into control tokens in messages, so that they stay text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8 would write a second, empty thought before an answer with a thought
+            # Qwen3.8 would add an empty <think></think> before reasoning in the content
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # parameters one by one, not as JSON
+        if "<function=" in self.text:  # the template renders parameters one by one, not as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # a Chinese character not in any text: templates may strip spaces and escape symbols
+        # a Chinese character that is not used: templates may strip spaces and escape symbols
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
@@ -225,7 +225,7 @@ class ChatTemplate:
                 documents=None,
                 **self.token_names,
             )
-        except Exception as error:  # a template is a program, which may raise anything
+        except Exception as error:  # a template may raise any exception
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
@@ -234,17 +234,17 @@ class ChatTemplate:
 
     def _error(self, reason: str | Exception, kind: type[UserError] = UserError) -> UserError:
         if isinstance(reason, Exception):
-            line = getattr(reason, "lineno", None)  # only for syntax errors
+            line = getattr(reason, "lineno", None)  # only syntax errors have a line number
             where = "" if line is None else f" in line {line}"
             reason = f"the template fails{where}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Copy a chat template with fixed variables, such as enable_thinking.
+    """Return a chat template with fixed variables, such as enable_thinking.
 
     Args:
-        template: None = chat_template.render.
+        template: None for chat_template.render.
         values: data.chat_template_kwargs, such as {"enable_thinking": False}.
     """
     if not values:
@@ -264,8 +264,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _literal_pattern(name: str) -> str:
-    """Return a regular expression for the first character of a control token, such as < in "<|im_end|>"."""
-    # also "<|im_ end|>", because templates may strip the space, and "<|im_" at the end of a text
+    """Return a regular expression for the first character of a control token written as plain text."""
+    # also matches "<|im_ end|>", because templates may strip the space, and a message that ends with "<|im_"
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -273,7 +273,7 @@ def _literal_pattern(name: str) -> str:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Move the thought <think>...</think> from an assistant's text to reasoning_content."""
+    """Move <think>...</think> from the content of an assistant message to reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -286,7 +286,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Parse JSON texts in tool call arguments."""
+    """Parse tool call arguments given as JSON strings, in place."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -295,14 +295,14 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value without nulls (Parquet's missing keys), and apply `change` to all texts."""
+    """Copy a nested value without nulls (missing keys in Parquet), applying `change` to all strings."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # type name only: a template could call methods of an object
+    # only the type name, because a template could call an object's methods
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
@@ -321,10 +321,10 @@ def _template_in(path: Path) -> str | None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build a Jinja sandbox like that of transformers' apply_chat_template.
+    """Build a Jinja sandbox like apply_chat_template in transformers.
 
-    Templates may use {% break %}, but not {% generation %}. Python internals, files, and range() over more than 100,000
-    items are blocked. Time and memory are not limited (for example {{ 'x' * 10**9 }}): trust your templates.
+    Templates may use {% break %}, but not {% generation %}. Python internals, files and range() over more than 100,000
+    items are blocked. Time and memory are not limited, as in {{ 'x' * 10**9 }}: only use templates that you trust.
     """
 
     def fail(message: str):
@@ -335,7 +335,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, **options)
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
-    # Jinja's tojson escapes <, > and & for HTML
+    # replace Jinja's tojson, which escapes <, > and & for HTML
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

@@ -1,8 +1,8 @@
-"""Convert an image file to normalized patches for the vision tower, bit for bit as transformers.
+"""Convert images to normalized patches for the vision tower, bitwise equal to transformers.
 
 Example: an image with 100 x 60 pixels (width x height) is resized to 112 x 56, and cut into 8 x 4 patches with 14 x 14
 pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. 2 x 2 patches become one image token, so
-the image has 8 tokens.
+this image has 8 tokens.
 """
 
 import math
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from minivlmrl.errors import UserError
 
-Grid = tuple[int, int, int]  # patches in time, height, width
+Grid = tuple[int, int, int]  # number of patches in time, height and width
 
 
 def load_image(file: str | Path | Image) -> Image:
-    """Load an image file as RGB, upright by its EXIF orientation.
+    """Load an image file as RGB, rotated according to its EXIF orientation.
 
     Raises:
-        UserError: aspect ratio over 200, or unknown colors (see to_rgb).
+        UserError: the aspect ratio exceeds 200, or the colors are unknown (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
-    check_ratio(image.width, image.height)  # before decoding, which takes gigabytes for very long images
+    check_ratio(image.width, image.height)  # before decoding: very long images would take gigabytes
     return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
@@ -52,21 +52,22 @@ def to_rgb(image: Image) -> Image:
 
 
 def to_8_bits(image: Image) -> Image:
-    """Convert 16 bits per pixel to 8; Pillow would make all values above 255 white."""
+    """Convert 16-bit grayscale to 8 bits; Pillow would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    tags = getattr(image, "tag_v2", {})  # TIFF may use only 12 of 16 bits, or store white as 0
+    tags = getattr(image, "tag_v2", {})  # TIFF files may use only 12 of 16 bits, or store white as 0
     pixels = np.asarray(image)
     gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
         gray = 255 - gray
     gray = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), gray))
-    gray.info = {name: value for name, value in image.info.items() if name != "transparency"}  # keeps the orientation
+    # keep the EXIF orientation
+    gray.info = {name: value for name, value in image.info.items() if name != "transparency"}
     return gray
 
 
 def check_ratio(width: int, height: int):
-    """Raise UserError for an aspect ratio over 200, as in transformers."""
+    """Raise UserError if the aspect ratio exceeds 200, as in transformers."""
     if max(height, width) > 200 * min(height, width):
         raise UserError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
@@ -75,16 +76,16 @@ def check_ratio(width: int, height: int):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """Compute an image's resized height and width, in pixels.
+    """Return an image's resized height and width, in pixels.
 
-    The area is between min_pixels and max_pixels, the aspect ratio unchanged up to rounding.
+    The new area is between min_pixels and max_pixels; the aspect ratio changes only by rounding.
 
     Args:
-        factor: side of one token's square in pixels; height and width are multiples.
+        factor: image token side in pixels; the new height and width are multiples.
 
     Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become 812 and 1176.
     Raises:
-        UserError: aspect ratio over 200, or max_pixels below min_pixels or one token.
+        UserError: the aspect ratio exceeds 200, or max_pixels is less than min_pixels or one token.
     Source: smart_resize in transformers' Qwen2-VL.
     """
     check_ratio(width, height)
@@ -107,14 +108,15 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
-    """Cut image or video frames into patches, in vision tower order.
+    """Split image or video frames into patches, in vision tower order.
 
     Args:
-        frames: (T, 3, H, W), H and W multiples of patch_size * merge_size. The last frame is repeated until T is a
+        frames: (T, 3, H, W), where patch_size * merge_size divides H and W. The last frame is repeated until T is a
             multiple of temporal_patch_size; an image is one frame.
     Returns:
         patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w). Blocks of merge_size x
-        merge_size patches are in raster order, as are patches in a block; values are in order (channel, frame, y, x).
+        merge_size patches are in raster order, as are the patches in a block. Values in a patch are ordered (channel,
+        frame, y, x).
     """
     missing = -len(frames) % temporal_patch_size
     frames = np.concatenate([frames] + [frames[-1:]] * missing)
@@ -131,10 +133,10 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
 
 
 def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """Resize RGB frames with Pillow's bicubic filter, and normalize color channels.
+    """Resize RGB frames with Pillow (bicubic), and normalize the color channels.
 
     Args:
-        frames: RGB images with equal sizes.
+        frames: RGB images, all the same size.
         height, width: new size in pixels.
         mean, std: (3, 1), per color channel, for pixel values from 0 to 1.
     Returns:
@@ -147,10 +149,10 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
 
 
 def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Normalize pixel values 0 to 255 with a table.
+    """Normalize uint8 pixels with a lookup table.
 
     Args:
-        normalized: (3, 256) table, per color channel and gray level.
+        normalized: (3, 256) table: color channel, pixel value.
         pixels: (T, H, W, 3) uint8.
     Returns:
         (T, 3, H, W), same dtype as the table.
@@ -161,28 +163,28 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Convert images to patches; the fields are a checkpoint's image settings."""
+    """Convert images to patches, with a checkpoint's image settings."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    min_pixels: int = 56 * 56  # bounds on the resized area
+    min_pixels: int = 56 * 56  # bounds on the image area after resizing
     max_pixels: int = 28 * 28 * 16384
     # CLIP's mean and standard deviation, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames
-    videos: Any = None  # class that resizes Qwen3-VL's videos, None for Qwen2.5-VL
-    dtype: torch.dtype = torch.float32  # patch dtype; with 16 bits, fewer bytes are copied to a GPU
+    videos: Any = None  # video resizing class for Qwen3-VL, None for Qwen2.5-VL
+    dtype: torch.dtype = torch.float32  # patch dtype; 16 bits halve the copy to the GPU
 
     @property
     def factor(self) -> int:
-        """Return the side of one image token in pixels: 14 * 2 = 28 by default."""
+        """Image token side in pixels: 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_dim(self) -> int:
-        """Return values per patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
+        """Values per patch: 3 colors * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
@@ -190,13 +192,12 @@ class ImageProcessor:
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
-        """Resize an image, normalize its colors and cut it into patches.
+        """Resize an image, normalize its colors and split it into patches.
 
         Args:
             image: any mode and size.
-            options: for this image. min_pixels and max_pixels replace the processor's bounds; resized_height and
-                resized_width replace the image size, before smart_resize rounds it to multiples of `factor` within
-                those bounds.
+            options: for this image: min_pixels and max_pixels override the processor's bounds; resized_height and
+                resized_width override the image size before smart_resize.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w); see patchify.
         """
@@ -211,10 +212,10 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize image or video frames; return normalized patches and patch counts (t, h, w)."""
+        """Resize image or video frames; return normalized patches and image_grid_thw (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # to RGB one by one, because a copy of all frames could fill the memory
+        # one frame at a time, because RGB copies of all frames could fill the memory
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

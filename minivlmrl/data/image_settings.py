@@ -20,11 +20,11 @@ from minivlmrl.json_files import read_json
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize and normalize RGB frames with torch, bit for bit as transformers' torchvision processor."""
+    """Resize and normalize RGB frames with torch, bitwise equal to transformers' torchvision processor."""
     size = (height, width)
     resized = []
     for frame in frames:
-        # uint8 as in transformers, where torch rounds after each axis
+        # resize uint8 as transformers does: torch then rounds after each axis
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -38,11 +38,11 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by it
-# transformers classes in preprocessor_config.json; those with Fast resize with torch, others with Pillow
+# transformers image processors: Fast ones resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# settings with only one supported value
+# {setting: its only supported value}
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -54,15 +54,15 @@ FIXED = {
 # {data.video option: name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # default frames per second
-# default bounds on a frame's area, in tokens of 28 * 28 pixels
+# default bounds on the frame area, in tokens of 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# names shared by preprocessor_config.json and ImageProcessor
+# fields with the same name in preprocessor_config.json and ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds on the image area in pixels, by transformers' old and new names; no fixed height or width."""
+    """Bounds on the image area in pixels, under old and new transformers names; height and width must be unset."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -102,7 +102,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
 
     Args:
         where: file name, for error messages.
-        min_pixels, max_pixels: bounds on the image area, instead of the file's; without either, transformers' defaults.
+        min_pixels, max_pixels: override the image area bounds in the file; defaults as in transformers.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -112,7 +112,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # UserError if max_pixels is below min_pixels or one token
+        # raises UserError if max_pixels is less than min_pixels or one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -126,7 +126,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image. A fixed size becomes both area bounds, because the file cannot store it.
+        options: data.image. A fixed size is written as bounds on the area, because the file cannot store it.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -136,21 +136,21 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # newer name for the bounds
+        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers name
     }
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the bounds on the image area in pixels, from options or defaults `bounds`."""
+    """Return the (min, max) image area in pixels from options, by default `bounds`."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
-        return height * width, height * width + 1  # + 1, because rounding could remove a row of tokens
+        return height * width, height * width + 1  # + 1, because rounding could remove a token row
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
-    """Build a video_preprocessor_config.json from data.video, {} without options."""
+    """Build a video_preprocessor_config.json from data.video; {} if there are no options."""
     if not options:
         return {}
     area = processor.factor**2  # area of one token
@@ -168,27 +168,27 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return frame selection options, named as in video_preprocessor_config.json."""
+    """Return frame sampling options, named as in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
-        given["fps"] = None  # a class default could conflict with num_frames in transformers
+        given["fps"] = None  # in transformers, a default fps could conflict with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Check image or video options, such as max_pixels, and return those not None."""
+    """Check image or video options such as max_pixels; return those other than None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 
 def read_sampling(settings: dict) -> dict[str, float]:
-    """Return frame selection options from video_preprocessor_config.json, such as fps."""
+    """Return frame sampling options such as fps from video_preprocessor_config.json."""
     return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read a model folder's image settings: (file, settings).
+    """Read the image settings in a model folder: (file, settings).
 
-    Transformers 5 writes them into processor_config.json, older versions into preprocessor_config.json.
+    Transformers 5 writes processor_config.json, older versions preprocessor_config.json.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"
@@ -204,7 +204,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read a model folder's video settings: (file, settings)."""
+    """Read the video settings in a model folder: (file, settings)."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

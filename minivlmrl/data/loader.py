@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 from minivlmrl.errors import UserError
 
-MAX_SKIPPED = 100  # end the run after this many consecutive unreadable rows
+MAX_SKIPPED = 100  # stop the run after this many consecutive unreadable rows
 # rows to prepare in advance; patches from 64 one-megapixel images take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
@@ -23,12 +23,12 @@ Result = TypeVar("Result")
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches, one per rollout.
 
-    A batch has rows for `options.steps_per_rollout` optimizer steps, sorted by step. Rows are shuffled for every pass
-    over the dataset. Their random numbers have the seed "seed/stage/batch/position", so completions are the same on any
-    number of ranks. Threads prepare the next batch.
+    A batch contains the rows for `options.steps_per_rollout` optimizer steps, in step order. Rows are reshuffled every
+    epoch. Each row has the sampling seed "seed/stage/batch/position", so the number of ranks does not change
+    completions. Threads prepare the next batch.
 
     Args:
-        batches_consumed: batches used before a resume.
+        batches_consumed: batches used before resuming.
     """
 
     def __init__(self, dataset: Dataset, trainer: Any, batches_consumed: int = 0):
@@ -38,23 +38,23 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Row fields whose images are decoded early, to skip unreadable rows
+        # answer fields whose images are decoded early, to skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
-        self.skipped: set[int] = set()  # this rank's unreadable rows, by index
+        self.skipped: set[int] = set()  # unreadable row indices on this rank
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # one PyTorch thread per worker, because more would slow workers down
+        # one PyTorch thread per worker is fastest
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
-        self.ahead: list[Future] = []  # first rows of the next batch
+        self.ahead: list[Future] = []  # next rows, already being prepared
 
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
-        """Return (dataset index, random seed text) for this rank's rows of a batch."""
+        """Return (dataset index, seed string) for this rank's rows in a batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -69,10 +69,10 @@ class Batches(Iterator[list[Row]]):
         self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
             rows = self.wait_for(futures)
-        except BaseException:  # the process ends, so do not wait for other rows
+        except BaseException:  # the process is about to exit, so do not wait for other rows
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # may take longer than the run's timeout
+        self.world.barrier("read images")  # reading images may take longer than `timeout`
         self.batches_consumed += 1
         return rows
 
@@ -80,7 +80,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare_row, index, key) for index, key in batch]
 
     def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Load a row, or the next readable one, with its prompt and the errors of skipped rows."""
+        """Load a row, or the next readable one, and its prompt; also return errors from skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -91,14 +91,14 @@ class Batches(Iterator[list[Row]]):
         return row, failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Load a row with its prompt; `key` seeds its random numbers."""
+        """Load a row with its prompt; `key` is the seed for sampling."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Return prepared rows, and warn once per unreadable row."""
+        """Wait for prepared rows, and warn once per unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)
@@ -110,12 +110,12 @@ class Batches(Iterator[list[Row]]):
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
-    """Compute a row's prompt, and check that images in its answers can be decoded.
+    """Return a row's prompt, after checking that images in its answers can be decoded.
 
     Args:
-        answers: Row fields with answers to train on.
+        answers: Row fields that contain answers to train on.
     Raises:
-        UserError: invalid prompt or unreadable image.
+        UserError: the prompt is invalid or an image unreadable.
     """
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
@@ -128,10 +128,10 @@ def next_readable(
     """Return the row at `index`, or the next readable one.
 
     Args:
-        use: raises UserError for an unreadable row, for example readable_prompt.
-        skips: if False, raise the first unreadable row's error.
+        use: function such as readable_prompt that raises UserError for an unreadable row.
+        skips: whether to skip unreadable rows.
     Returns:
-        Row, result of `use`, and {index of an unreadable row: error}.
+        Row, result of `use`, and {index of skipped row: error}.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):
@@ -150,7 +150,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_batch: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of shuffled row indices, without those used before a resume."""
+    """Yield batches of shuffled row indices, without the first `skip` ones."""
     if size == 0:
         raise UserError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

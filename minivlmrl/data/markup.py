@@ -1,4 +1,4 @@
-"""Forms of written answers: full-width characters, Markdown, LaTeX, quotes, code fences and JSON."""
+"""Remove full-width characters, Markdown, LaTeX, quotes and code fences from answers, and parse JSON in them."""
 
 import json
 import re
@@ -6,9 +6,9 @@ from functools import partial
 
 from minivlmrl.json_files import parse_json, unique_keys
 
-# full-width and typographic characters -> plain ones
+# map full-width and typographic characters to ASCII
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
-# markup around a whole answer; if one beginning contains another, the longer one is first
+# (start, end) of markup around an answer; longer markers first, such as ** before *
 WRAPPERS = (
     *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
     *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],
@@ -23,7 +23,7 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
-QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # a closing quote may be missing
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # the closing quote may be missing
 
 
 def unwrap(text: str) -> str:
@@ -46,12 +46,12 @@ def unwrap(text: str) -> str:
 
 
 def read_json(text: str, **options):
-    """Parse a JSON answer, or a Python literal with single quotes, perhaps inside markup.
+    """Parse an answer in JSON, or a Python literal with single quotes, possibly inside markup.
 
     Args:
         options: for json.loads.
     Raises:
-        UserError: no JSON, or a repeated key.
+        UserError: not JSON, or a repeated key.
     """
     decode = partial(json.loads, object_pairs_hook=unique_keys, **options)
     text = unwrap(text)

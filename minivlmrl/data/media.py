@@ -32,15 +32,15 @@ from minivlmrl.data.messages import (
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
-# {part type: keys that may hold its file, such as "image_url" or "path"}
+# {part type: keys that may contain the file, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys in an image object: Hugging Face, OpenAI and Anthropic
+# image object keys in Hugging Face, OpenAI and Anthropic formats
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
-# frame selection options
+# frame sampling options
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# rejected formats with side effects: EPS runs Ghostscript, IPTC opens files that it names, WMF calls Windows functions
+# unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's own limit: a file of a few kilobytes could fill the memory
+# same limit as Pillow: a small compressed file could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # values that mean no image or video
@@ -49,13 +49,13 @@ Source = str | Path | bytes
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
-    """Load an image from a file, data URI or bytes, as RGB.
+    """Load an image as RGB from a file, data URI or bytes.
 
     Args:
         source: path, file:// URL, data URI or bytes.
-        folder: for relative paths.
+        folder: base folder for relative paths.
     Raises:
-        UserError: unreadable image, with source and reason.
+        UserError: the image is unreadable.
     """
     with open_image(source, folder) as image:
         return load_image(image)
@@ -63,7 +63,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Context manager: open an image, and convert all exceptions in the block to UserError."""
+    """Open an image, and convert all exceptions in the block to UserError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
@@ -78,7 +78,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
                     "programs or open other files; convert the image to PNG"
                 )
             yield image
-    except Exception as error:  # Pillow's decoders raise many types, such as struct.error and IndexError
+    except Exception as error:  # Pillow's decoders raise many exceptions, such as struct.error and IndexError
         error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
             if isinstance(file, Path):
@@ -91,14 +91,14 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find an image or video file.
 
     Returns:
-        Name for error messages, and path; for bytes and data URIs, a byte stream.
+        Name for error messages, and a path, or a byte stream for bytes and data URIs.
     """
     if isinstance(source, bytes | bytearray):
         return pluralize(len(source), "byte"), io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # base64.b64decode rejects invalid characters, urllib ignores them
+        # base64.b64decode rejects invalid characters, while urllib ignores them
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -109,7 +109,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # not a pipe or device, which could be endless
+    # reject pipes and devices, which could be endless
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -117,27 +117,27 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
 
 @dataclass
 class Media:
-    """Source and options of an image or video in a row."""
+    """An image or video in a row: source and options."""
 
     kind: str  # "image" or "video"
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
-    column: str | None = None  # the source's column, None = in a message part
+    column: str | None = None  # column that contains the source, None = a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Return the files of an image or video; for a list of frames, one per frame."""
+        """Source as a list: one item, or one per frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
     """Read columns `image`, `images`, `video` and `videos`.
 
-    Entries are a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
+    An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in column order}, without kinds that have no column.
+        {"image" or "video": media in column order}, only for kinds that have a column.
     """
     row_media = {}
     for name, kind in MEDIA.items():
@@ -148,7 +148,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if kind in row_media:
             raise UserError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
-            entries = [entries]  # in `video`, a list is a list of frames
+            entries = [entries]  # in column `video`, a list contains frames
         with error_context(f"column {name!r}"):
             row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
     return row_media
@@ -159,18 +159,18 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images in a column go, in order, to image parts without a file. If messages are only text, they replace the tags
-    <image>; without tags, they come before the first user text. Videos likewise.
+    Images in a column fill image parts without a file, in order. If messages contain only text, the images replace
+    <image> tags, or precede the first user text. Videos likewise.
 
     Args:
-        turns: messages of the prompt, and of an answer with images.
+        turns: prompt messages, followed by an answer if it contains images.
         row_media: {"image" or "video": media from columns}. Options in a part override those in a column.
-        options: for all rows.
+        options: options for all rows.
     Returns:
-        Messages with one part per image and video, and the media in this order.
+        Messages with one part per image and video, and the media in the same order.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # otherwise <image> is ordinary text
+    if not shown_parts_of(turns):  # if there are image parts, <image> is ordinary text
         turns = add_placeholders(turns, counts)
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
     check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)
@@ -196,12 +196,12 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, or else the common ones; a video's own options override common ones."""
+    """Return an image's own options, else the common ones; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
-    # nframes, or a list of frames, leaves nothing to select
+    # with nframes or a list of frames, there is nothing to sample
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # fps is then the rate of the given frames
+    if isinstance(item.source, list):  # here, fps is the frame rate of the list
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
@@ -219,7 +219,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys in a part that hold its file, such as "image_url"."""
+    """Return the keys that contain a part's file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
@@ -236,7 +236,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # check_counts has compared the numbers
+        listed = next(next_media)  # check_counts has compared the numbers of parts and media
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
@@ -252,11 +252,11 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return the image source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
-    # reject OpenAI's {"detail": "low"}: it would not shrink the image
+    # reject OpenAI's {"detail": "low"}, because the image would not be shrunk
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
-        # in JSON files, bytes are base64
+        # JSON files contain bytes as base64
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")

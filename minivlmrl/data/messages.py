@@ -1,8 +1,7 @@
 """Build and check conversations with images and videos.
 
-A message, or turn, is {"role": "user", "content": ...}, as in transformers' chat templates. Content is a text, or a
-list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. Assistant messages may have
-"tool_calls" instead.
+A message (turn) is {"role": "user", "content": ...}, as in transformers. Content is a string, or a list of parts such
+as {"type": "text", "text": "What is it?"} and {"type": "image"}. Assistant messages may have "tool_calls" instead.
 """
 
 import re
@@ -10,35 +9,35 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minivlmrl.errors import UserError, pluralize, truncate
 
-MARK = re.compile("<(image|video)>")  # tag for an image or video in a text
+MARK = re.compile("<(image|video)>")  # image or video tag in text
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# maximum characters per message; `tokenizers` encodes a million per second, but fails on ten million
+# maximum characters per message: `tokenizers` encodes a million per second, but fails on ten million
 MAX_TEXT = 2**20
-# keys for the assistant's thought, if it is not in the content
+# message keys for reasoning outside the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys that switch a message's loss on (true or 1) or off (false or 0)
+# message keys that turn the loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return content as a list of parts; a text is one part."""
+    """Return the content as a list of parts; a string becomes one part."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def part_kind(part: dict) -> str | None:
-    """Return a part's kind: "image", "video" or "text", None = unclear.
+    """Return a part's kind: "image", "video" or "text"; None if unclear.
 
     Args:
-        part: {"type": "image"}, or a dict with key image or image_url; video parts likewise; or {"type": "text",
-            "text": str}, perhaps without type. Keys with value None count as missing.
+        part: {"type": "image"}, or a dict with the key image or image_url; the same for videos; or {"type": "text",
+            "text": str}, where type is optional. Keys with value None count as missing.
     """
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
-    if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):  # fast path for most parts
+    if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):
         return "text"
     for shown in KINDS:
         if kind == shown or part.get(shown) is not None or part.get(f"{shown}_url") is not None:
@@ -47,7 +46,7 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list with one turn; keep lists."""
+    """Convert a string to a list with one turn; return lists unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -63,22 +62,21 @@ def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
 
 
 def text_of(message: dict) -> str:
-    """Join the texts in a message."""
     return "".join(part.get("text") or "" for part in content_parts(message))
 
 
 def conversation(
     problem: str, media: Mapping[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
-    """Build a prompt: a question about images and videos.
+    """Build the messages for a question about images and videos.
 
     Example: "What is it?" about one image gives a user message with an image and a text part. In "Is <image> left of
     <image>?", image parts replace the tags.
 
     Args:
         media: number of images and videos, such as {"image": 2, "video": 1}.
-        prompt_template: {problem} in it is replaced by the question.
-        system_prompt: text for a first system message, None = no message.
+        prompt_template: text in which {problem} is replaced by the question.
+        system_prompt: system message text, or None for no message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -89,10 +87,10 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question, the last user text, into data.prompt_template.
+    """Insert the last user text (the question) into data.prompt_template.
 
     Raises:
-        UserError: the last user turn has not exactly one text part, or the template contains <image> but the
+        UserError: the last user turn does not have exactly one text part, or the template contains <image> although the
             conversation has image parts.
     """
     if MARK.search(template) and shown_parts_of(turns):
@@ -114,16 +112,16 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Turn the tags <image> and <video> in texts into image and video parts.
+    """Convert the tags <image> and <video> in text to image and video parts.
 
     Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without tags, the parts
-    come before the first user text.
+        precede the first user text.
     """
     placed = []
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # texts and tag names alternate: "a<image>b" -> "a", "image", "b"
+            # text and tag names alternate: "a<image>b" -> "a", "image", "b"
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})
@@ -135,14 +133,14 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend system_prompt, if any, to a conversation without system message."""
+    """Prepend the system prompt, if given, unless the conversation already has one."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise UserError unless a prompt has exactly one place per image and video."""
+    """Raise UserError unless a prompt has exactly one placeholder per image and video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
@@ -164,12 +162,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for turns to train on: assistant turns without a key such as "loss": false."""
+    """Return True for a turn to train on: an assistant turn without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise UserError for a value under an unknown key; None, "", [] and {} do not count."""
+    """Raise UserError for unknown keys, unless their value is None, "", [] or {}."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise UserError(
@@ -179,7 +177,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 
 
 def check_messages(messages: list[dict]):
-    """Raise UserError for a message without role or content, or in a form that no chat template can render."""
+    """Raise UserError for a message without a role or content, or that no chat template can render."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         content, calls = fields.get("content"), fields.get("tool_calls") or []

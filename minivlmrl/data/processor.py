@@ -1,4 +1,4 @@
-"""Convert messages and images to a tokenized Prompt, answers to Completions, and token ids to text."""
+"""Convert messages and images to a Prompt, answers to Completions, and token ids to text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys for kind and content of a part; others, such as max_pixels, are options
+# keys for a part's kind and content; other keys, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
-VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model never writes
+VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # image tokens, which the model never generates
 
 
 @dataclass
 class Processor:
-    """Tokenizer, chat template and image processor of a checkpoint."""
+    """A checkpoint's tokenizer, chat template and image processor."""
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # template of the model folder, None = Qwen2.5-VL's (see chat_template.py)
+    # chat template from the model folder, None for the Qwen2.5-VL one in chat_template.py
     template: "ChatTemplate | None" = None
-    # where answers are in completions, such as "tags"; see find_answer in rewards/text.py
+    # where to find answers, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
-    box_space: str = "resized"  # units of boxes in answers; see data/boxes.py
+    box_space: str = "resized"  # unit of box coordinates in answers; see data.box_space
     # stop tokens in addition to ENDS, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
-    sizes: Mapping[str, dict] = field(default_factory=dict)  # data.image and data.video, for saved folders
+    sizes: Mapping[str, dict] = field(default_factory=dict)  # data.image and data.video, to save with the model
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -57,13 +57,13 @@ class Processor:
     def __call__(
         self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: "Sequence[Video | VideoFile]" = ()
     ) -> Prompt:
-        """Render and tokenize a prompt, and compute patches of its images and videos.
+        """Render and tokenize a prompt, and compute image and video patches.
 
         Args:
             messages: see data/messages.py. Image and video parts may have options for ImageProcessor or Video.patches,
                 such as {"type": "image", "max_pixels": 200704}.
-            images: one per image part, in order.
-            videos: one per video part, in order.
+            images: one image per image part, in order.
+            videos: one video per video part, in order.
         """
         pieces = render(messages) if self.template is None else self.template.render(messages)
         pixel_values = []
@@ -73,10 +73,10 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # Qwen3-VL: a timestamp such as "<0.3 seconds>" before each pair of video frames
+        # Qwen3-VL puts a timestamp such as "<0.3 seconds>" before each pair of frames
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.insert_timestamps(pieces, grids, seconds)
-        # for prompts without images: torch.cat refuses an empty list
+        # torch.cat rejects an empty list
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -88,9 +88,9 @@ class Processor:
     def media_patches(
         self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield (patches, patch grid, seconds) per image and video of a prompt.
+        """Yield (patches, grid, seconds) for each image and video in a prompt.
 
-        Patch grid: patches in time, height and width. Seconds: 0 for images, see Video.patches for videos.
+        Grid: number of patches in time, height and width. Seconds: 0 for images, see Video.patches for videos.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -99,29 +99,29 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize texts and control tokens; placeholders are repeated per image or video token.
+        """Tokenize text and control tokens; repeat each placeholder once per image or video token.
 
         Args:
             pieces: text and control tokens, from `render`.
-            grids: (t, h, w) per image and video, in order.
+            grids: patch grid (t, h, w) per image and video, in order.
         Returns:
             Token ids per piece.
         """
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
-            piece_ids = self.tokenizer.encode(piece)  # one id for a control token
+            piece_ids = self.tokenizer.encode(piece)
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns; ToolProcessor merges tool results into assistant turns."""
+        """Return turns unchanged; ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's pieces; ToolProcessor marks tool results as not trained."""
+        """Return pieces unchanged; ToolProcessor excludes tool results from the loss."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -132,7 +132,7 @@ class Processor:
         return self.tokenizer.decode(id_list)
 
     def decode_assistant_turn(self, completion: Completion) -> str:
-        """Decode the policy's tokens, without tool results.
+        """Decode only the tokens generated by the policy, not tool results.
 
         If prompts end with an opening tag such as "<think>", the text begins with it.
         """
@@ -143,12 +143,12 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield (image or video, options) per image and video part, in order."""
+    """Yield (image or video, options) for each image and video part, in order."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # one image at a time: decoded images could fill the memory
+    # decode one image at a time, because all could fill the memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -161,16 +161,16 @@ def encode_completion(
     images: Sequence[PIL.Image.Image] = (),
     videos: "Sequence[Video | VideoFile]" = (),
 ) -> Completion:
-    """Tokenize a demonstrated answer for SFT, and mark the tokens to learn.
+    """Tokenize a demonstration for SFT, with a mask for the tokens to train on.
 
-    Answers end with <|im_end|>. Completion.policy_mask is True only for tokens in assistant turns; user and tool turns,
-    and all images, are context without a loss. If the chat template drops earlier thoughts, Completion.turns has one
-    Completion per assistant turn, whose prompt contains all earlier turns.
+    Answers end with <|im_end|>. Completion.policy_mask is True only for text in assistant turns; user turns, tool turns
+    and images have no loss. If the chat template drops earlier reasoning, Completion.turns has one Completion per
+    assistant turn, whose prompt contains earlier turns.
 
     Args:
         messages: prompt; see data/messages.py.
-        completion: text, or turns that begin and end with an assistant turn.
-        images, videos: of the prompt.
+        completion: string, or turns that begin and end with an assistant turn.
+        images, videos: media in the prompt.
     """
     (_, first), *later = encode_windows(processor, messages, completion)
     if not later:
@@ -197,10 +197,10 @@ def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> C
 def encode_windows(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> list[tuple[list[dict], Completion]]:
-    """Tokenize an answer as one sequence, or per turn if the chat template drops earlier thoughts.
+    """Tokenize an answer as one sequence, or per turn if the chat template drops earlier reasoning.
 
     Returns:
-        (prompt messages, tokens after this prompt) per sequence.
+        (prompt messages, tokenized answer) per sequence.
     """
     turns = as_turns(completion)
     check_ends(turns)
@@ -235,7 +235,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return the images in turns, in order; parts may hold a function that decodes the file."""
+    """Return all images in turns, in order; decode those given as functions."""
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]
     return [image for image in decoded if isinstance(image, PIL.Image.Image)]

@@ -1,10 +1,10 @@
-"""Convert a data file's row to a Row: prompt, images and videos, answers.
+"""Convert a row in a data file to a Row with prompt, images, videos and answers.
 
 split_answers   split turns into prompt and answers
 read_media      read columns image, images, video and videos
 place_media     assign images and videos to message parts
 
-Rows have passed row_checks.check_columns.
+Rows must have passed row_checks.check_columns.
 """
 
 from itertools import takewhile
@@ -28,10 +28,9 @@ Answers = dict[str, str | list[dict]]
 
 
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
-    """Convert columns to a Row without images, and list the prompt's images and videos in order.
+    """Convert columns to a Row without images; also return the images and videos in its prompt, in order.
 
-    Image parts in an answer have their Media under "image". If `chosen` and `rejected` contain images, both contain the
-    same ones.
+    Image parts in answers contain a Media under "image". `chosen` and `rejected` must contain the same images, if any.
     """
     place, prompt, answers = split_answers(columns, options.prompt_template)
     row_media = read_media(columns)
@@ -43,7 +42,7 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
             conversation, media = place_media([*prompt, *as_turns(answers[name])], row_media, options)
             messages = conversation[: len(prompt)]
             answers[name] = take_images(conversation[len(prompt) :], media)
-    if not showing:  # all images are in the prompt
+    if not showing:  # no answer contains images
         with error_context(f"column {place!r}"):
             messages, media = place_media(prompt, row_media, options)
     messages = add_system_prompt(messages, options.system_prompt)
@@ -52,16 +51,16 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
 
 
 def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answers]:
-    """Split a row into prompt and answers, as in docs/data.md.
+    """Split a row into prompt and answers; see docs/data.md.
 
     Args:
-        template: data.prompt_template, with {problem} or the whole question.
+        template: data.prompt_template, which contains {problem} or a fixed question.
     Returns:
         Prompt column (for error messages), prompt turns, and {column: answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # then all rows have the same question
+    if "{problem}" not in template:  # the template is a fixed question for all rows
         texts = {"problem": template}
         template = "{problem}"
     if not texts:
@@ -89,9 +88,9 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys without a value, and give every turn a content, which turns with tool_calls may lack.
+    """Remove keys whose value is None, and add content: None to turns without content.
 
-    In a table, a key in one turn or part is in all of them.
+    In parquet files, all turns and parts have the same keys.
     """
     if isinstance(text_or_turns, str):
         return text_or_turns
@@ -108,7 +107,7 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the first turns of `chosen` and `rejected` that are equal: the prompt."""
+    """Return the shared first turns of `chosen` and `rejected`, which are the prompt."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -128,22 +127,22 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return an answer's column: `completion`, ..., or `messages` for prompt and answer in one."""
+    """Return an answer's column: `completion`, ..., or `messages` for prompt and answer together."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move an answer's images from the end of `media` into its image parts."""
+    """Move images from the end of `media` into the image parts of an answer."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # RowFile.load turns Media into a function that loads the image
+        part["image"] = media.pop()  # RowFile.load turns this Media into a function that loads the image
     return answer
 
 
 def shows_media(turns: str | list[dict]) -> bool:
-    """Return True for an answer with an image part, or <image> in a user or tool turn."""
+    """Return True if an answer has an image part, or <image> in a user or tool turn."""
     if isinstance(turns, str):
         return False
     others = [turn for turn in turns if turn["role"] != "assistant"]

@@ -1,4 +1,4 @@
-"""Check that a rendered conversation contains all message texts."""
+"""Check that a rendered conversation contains the text of all messages."""
 
 import contextlib
 import json
@@ -10,20 +10,20 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# thoughts at the beginning; <think> is missing if the prompt ends with it
+# leading reasoning; <think> is missing if the prompt ends with it
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first message text that a chat template left out.
+    """Describe the first text in messages that a chat template left out.
 
-    Templates may change whitespace and order, and escape tool call arguments as JSON.
+    Templates may change whitespace and order, and may escape tool call arguments as JSON.
 
     Args:
-        history: number of earlier messages, whose thoughts may be missing: templates of reasoning models drop them.
+        history: number of first messages, whose reasoning templates may drop.
     Returns:
-        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", to end a sentence; None =
-        complete.
+        End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed";
+        None if nothing is missing.
     """
     compact = _compact(rendered)
     texts, calls = [], []  # (text, message number, kind)
@@ -40,7 +40,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove whitespace from a text, and normalize it to NFC, as tokenizers do."""
+    """Remove whitespace, and normalize text to NFC, as tokenizers do."""
     return "".join(normalize("NFC", text).split())
 
 
@@ -53,21 +53,21 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # longer texts first, because a shorter one could be part of them
+    # longer strings first, because they may contain shorter ones
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # the space prevents matches across the removed text
+            compact = f"{before} {after}"  # the space prevents a match across the removed string
     return sorted(missing)
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
-    skipped = 0  # leading characters of the thought
+    skipped = 0  # length of leading reasoning in characters
     if message["role"] == "assistant":
         if not is_history:
             yield from (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
@@ -79,11 +79,11 @@ def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
 
 
 def _call_texts(calls: Plain) -> Iterator[str]:
-    """Yield names and texts in tool calls, at any depth."""
+    """Yield all names and strings in nested tool calls."""
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # Parquet fills missing keys with nulls, which templates leave out
+                continue  # parquet fills missing keys with nulls, which templates leave out
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):
@@ -94,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # arguments may be JSON text
+            parsed = json.loads(calls)  # arguments may be a JSON string
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return
@@ -102,7 +102,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the forms in which templates may write a text: unchanged, or escaped as JSON once or twice."""
+    """Return how templates may write a string: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

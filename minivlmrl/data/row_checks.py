@@ -1,8 +1,8 @@
-"""Check rows when a file is opened, not when they are read again.
+"""Check rows once, when their file is opened.
 
-check_columns    types of values, and turns
+check_columns    value types and turns
 check_prompts    exactly one prompt per row
-check_texts      texts with lists, tags or markup from other projects
+check_texts      strings with lists, tags or markup from other projects
 check_question   after read_row: questions without text or images
 check_answers    after read_row: empty answers, and pairs of identical answers
 check_required   columns that a stage or reward needs
@@ -43,14 +43,14 @@ from minivlmrl.errors import UserError, error_context, pluralize, require, trunc
 from minivlmrl.json_files import parse_json
 
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
-TURN_KEYS = {  # {role: keys in its turns}
+TURN_KEYS = {  # {role: allowed keys in its turns}
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
     "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the tool call
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the answered tool call
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
-# usual names of image and video columns
+# typical image and video columns
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -59,20 +59,20 @@ SUFFIXES = {
     "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
     "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
 }
-# path or URL, perhaps with a query
+# media file path or URL, possibly with a query string
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# a conversation that a chat template has already rendered
+# start of a conversation rendered by a chat template
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# tags of other projects: ms-swift (names and boxes of column `objects`), Qwen-VL (image path between <img> tags), MMMU
+# tags in other projects: ms-swift (names and boxes in column `objects`), Qwen-VL (image path between <img> tags), MMMU
 # <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
-LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # beginning of a list of objects or texts, in JSON or Python
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a list of objects or strings, in JSON or Python
 
 
 def checked_row(
@@ -81,13 +81,13 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        columns: with their new names.
-        required: columns that the row must have; "problem" = any prompt column.
-        known: columns that a stage or reward reads, or data.columns names.
-        folder: for relative paths.
+        columns: columns after renaming.
+        required: columns that the row must have; "problem" stands for any prompt column.
+        known: columns that a stage, reward or data.columns reads.
+        folder: base folder for relative paths.
     Raises:
-        UserError: invalid row.
-        LayoutError: layout of another project.
+        UserError: the row is invalid.
+        LayoutError: the row has another project's layout.
     """
     check_columns(columns, known)
     check_prompts(columns, options.prompt_template)
@@ -100,23 +100,23 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # a better message for a misspelled image column, such as `imge`
+        # if a column such as `imge` is misspelled, this error is clearer
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may keep another image for a reward
+    if shown:  # data.columns may keep other images for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise UserError for an invalid turn, or a wrong type in a column that is read."""
+    """Raise UserError for an invalid turn, or a value with the wrong type."""
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # other projects use `label` differently
+        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other projects
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a text with at most one <answer> tag")
@@ -134,7 +134,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError for several prompts, or for one if data.prompt_template has no {problem}."""
+    """Raise UserError for several prompts, or for any prompt if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
@@ -148,17 +148,17 @@ def check_prompts(columns: dict, template: str):
 
 
 def declares_tools(value: Plain) -> bool:
-    """Return True for a list of tools such as {"type": "function", "function": {...}}, or its JSON text."""
+    """Return True for a list of tools such as {"type": "function", "function": {...}}, also as JSON string."""
     items = literal_list(value) if isinstance(value, str) else value
     keys = {"function", "parameters", "input_schema"}
     return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise UserError for an invalid turn, or one with a key or image that would be ignored.
+    """Raise UserError for an invalid turn, or a key or image that would be ignored.
 
     Args:
-        is_prompt: column `prompt`, which has no loss.
+        is_prompt: whether the turns are from column `prompt`, which has no loss.
     """
     foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
     if foreign:
@@ -182,10 +182,10 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in a wrong turn."""
+    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in the wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-    except ValueError as error:  # `convert` drops and counts such keys
+    except ValueError as error:  # `minivlmrl convert` removes such keys
         raise LayoutError(error) from error
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())
@@ -201,7 +201,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise UserError for a part or tool call with content that would be ignored."""
+    """Raise UserError for a message part or tool call with content that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -218,14 +218,14 @@ def check_parts(turn: dict, name: str):
 
 
 def check_call(call: dict, turn_name: str):
-    """Raise UserError for a tool call with an unknown key, or that templates would render as invalid JSON."""
+    """Raise UserError for a tool call that has an unknown key, or that templates would render as invalid JSON."""
     name = f"a tool call of {turn_name}"
     check_keys(call, CALL_KEYS, name)
     function = call.get("function", call)
     if function is not call:
         check_keys(function, ("name", "arguments"), f"the function of {name}")
     called, arguments = function.get("name"), function.get("arguments")
-    # templates write the name between quotes
+    # templates write the name between quotes, without escaping
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
     is_name = is_plain and called.strip() != ""
     require(is_name, f"the function name in {name}", called, "a text without quotes, backslashes and line breaks")
@@ -238,7 +238,7 @@ def check_call(call: dict, turn_name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError for a list of turns or images, a rendered conversation, or foreign tags in a text."""
+    """Raise LayoutError for strings that contain a list, a rendered conversation, or tags from other projects."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         if isinstance(value, str) and RENDERED.match(value):
@@ -258,13 +258,13 @@ def check_texts(columns: dict):
 
 
 def literal_list(text: str) -> list | None:
-    """Return the list of objects or texts that a text contains in JSON or Python, or None."""
+    """Parse a list of objects or strings in JSON or Python; return None for other strings."""
     value = parse_literal(text) if LIST.match(text) else None
     return value if isinstance(value, list) else None
 
 
 def parse_literal(text: str) -> Plain:
-    """Parse a text as JSON or a Python literal, None = neither."""
+    """Parse a string as JSON or a Python literal; return None if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -274,7 +274,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a list of turns or images as text, or a question that is a list with one text."""
+    """Return True for a string with a list of turns or images, or a prompt that is a list with one string."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None
@@ -287,7 +287,7 @@ def is_list_text(text: str, column: str) -> bool:
 
 
 def check_question(columns: dict, media: Sequence[Media]):
-    """Raise UserError for a question without text, images or videos."""
+    """Raise UserError if a question has no text, image or video."""
     for name in PROMPTS:
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
@@ -298,9 +298,9 @@ def check_question(columns: dict, media: Sequence[Media]):
 
 
 def check_answers(row: Row, columns: dict):
-    """Raise UserError for a blank or untrained answer, or a pair of identical answers."""
+    """Raise UserError for an empty answer, an answer without loss, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    contents = {}  # {answer: turns with joined texts}
+    contents = {}  # {answer column: turns, each with its joined text}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -310,7 +310,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # a prompt, and whole conversations: `convert` can read them
+            except ValueError as error:  # prompt plus whole conversations, which `minivlmrl convert` can read
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -328,7 +328,7 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise UserError if a row lacks a column for a stage or reward."""
+    """Raise UserError if a row lacks a column that a stage or reward needs."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
@@ -342,13 +342,13 @@ def check_required(row: Row, required: Collection[str]):
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise UserError for an image or video in a column that the model would not see.
+    """Raise UserError if a column contains an image or video that the model would not see.
 
-    Images are found at any depth, as path, URL, data URI, base64 text or bytes.
+    Images in nested values are found, as path, URL, data URI, base64 string or bytes.
 
     Args:
         media: images and videos that the model sees.
-        known: columns that may hold other images, because data.columns or a reward names them.
+        known: columns for rewards, which may contain other images.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -370,7 +370,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # only the bytes in Hugging Face's {"bytes": ..., "path": ...}, because the path is the same image
+        # Hugging Face's {"bytes": ..., "path": ...} is one image, so ignore the path
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -380,20 +380,20 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if content or name is that of a media file, otherwise None."""
+    """Return "image" or "video" if the value looks like a media file or its name, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a text with spaces, such as "Describe cat.png", must name an existing file
+        # names with spaces must exist: "Describe cat.png" is a question
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two names may be the same file, such as "/cats/1.png" and "1.png"."""
+    """Return True if two paths may be the same file, such as "/cats/1.png" and "1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:

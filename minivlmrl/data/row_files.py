@@ -1,6 +1,6 @@
 """Read rows from JSON Lines, JSON and parquet files.
 
-The text of JSON files stays in memory; parquet rows are loaded from disk at use.
+JSON files stay in memory as text, while parquet rows are read from disk on access.
 """
 
 import bisect
@@ -18,24 +18,24 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, error_context, optional_dependency, require, truncate
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
-# types in parquet files that JSON lacks; their values are converted to text
+# parquet types that JSON lacks, whose values are converted to strings
 NO_JSON_TYPES = date, time, timedelta, Decimal
-WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # keys that may hold all rows, in a JSON object
-# files that `minivlmrl convert` wrote into a folder
+WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # JSON object keys that may contain all rows
+# files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
-SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # beginning, separator or end of a list
-# rejects repeated keys, converts NaN and Infinity to None
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
+# rejects repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Open the rows in a file, a folder, or one split of a folder: "folder@train".
+    """Open a data file, a folder, or one split in a folder, such as "folder@train".
 
     Raises:
         UserError: missing or unreadable file, or several candidates in the folder.
     """
     path, split = split_of(path)
-    if isdir(path):  # os.path, because pathlib raises OSError for too long names
+    if isdir(path):  # os.path, because pathlib raises OSError for long names
         return _open_folder(path, split)
     if not isfile(path):
         raise UserError(
@@ -53,7 +53,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def split_of(path: str | Path) -> tuple[Path, str | None]:
-    """Split "folder@train" into folder and split; without @, the split is None."""
+    """Split "folder@train" into (folder, split); the split is None without "@"."""
     folder, _, split = str(path).rpartition("@")
     if split and isdir(folder) and not (isfile(path) or isdir(path)):
         return Path(folder), split
@@ -61,7 +61,7 @@ def split_of(path: str | Path) -> tuple[Path, str | None]:
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the end of an error message: "convert the file once with `minivlmrl convert ...`"."""
+    """Return advice for an error message, such as "convert the file once with `minivlmrl convert ...`"."""
     options = {}
     if format:
         options["format"] = format
@@ -79,7 +79,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # messages truncate long quotes, so escape long paths with backslashes instead
+    # escape long paths with backslashes, because messages truncate long quoted strings
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -91,7 +91,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
-    # "train" for train-00000-of-00002.parquet
+    # {file: split}, such as "train" for train-00000-of-00002.parquet
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
@@ -106,7 +106,8 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
         return Arrow(parquet_files)
     row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
-    if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # written by save_to_disk
+    # datasets.save_to_disk writes state.json
+    if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise UserError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
     row_files = _without_converted(row_files)
     if len(row_files) > 1:
@@ -130,10 +131,10 @@ def read_text(path: Path) -> str:
 
 
 def find_coco(path: Path, text: str) -> dict:
-    """Return the object in a COCO file, {} for a file with rows.
+    """Return the content of a COCO file, or {} if the file contains rows.
 
     Raises:
-        UserError: another object instead of rows.
+        UserError: the file contains another object instead of rows.
     """
     try:
         content, end = ROW_DECODER.raw_decode(text.strip())
@@ -150,7 +151,7 @@ def find_coco(path: Path, text: str) -> dict:
 
 
 class Lines:
-    """Rows from a JSON Lines file, or from a JSON list."""
+    """Rows from a JSON Lines file, or from a file with one JSON list."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -168,9 +169,9 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return (line number, text) per item in a JSON list, with line breaks anywhere."""
+        """Return (line number, JSON string) for each item in a JSON list."""
         rows = []
-        separator = SEPARATOR.search(content)  # opening bracket first, then commas
+        separator = SEPARATOR.search(content)  # matches the opening bracket first, then commas
         start = 0
         line_number = 1
         while separator and separator[1] != "]":
@@ -206,9 +207,9 @@ class Lines:
 
 
 class Arrow:
-    """Rows from parquet files, in file order.
+    """Rows from one or more parquet files, in order.
 
-    Reading a row loads its row group; the last 4 groups are cached.
+    Reading a row loads its row group; the last 4 row groups are cached.
     """
 
     def __init__(self, paths: list[Path]):
@@ -217,9 +218,9 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # (path, index of the file's first row, open file, index in the file) per row group
+        # per row group: (path, first row index in file, open file, group index in file)
         self.groups = []
-        self.starts = [0]  # index of the first row per group, then the number of rows
+        self.starts = [0]  # first row index of each group, then the total
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -253,13 +254,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example a year that Python does not support
+            except (OverflowError, OSError) as error:  # such as a year that Python does not support
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, with `change` applied to values of these types."""
+    """Copy nested lists and dicts, applying `change` to values of these types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Measure rows in tokens, and find rows that are too long.
 
-RowFacts give an estimate. Only if it is not enough, a row is read and its prompt tokenized, without decoding images.
+RowFacts give an upper bound. Only if it exceeds the limit, the row is read and tokenized, without decoding images.
 """
 
 import math
@@ -17,23 +17,23 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
 from minivlmrl.errors import error_context, pluralize
 
-MARKUP = 1000  # maximum tokens that a chat template adds to a prompt
-TOKEN_BYTES = 3  # rough estimate, only for sorting
+MARKUP = 1000  # maximum tokens that a chat template adds
+TOKEN_BYTES = 3  # bytes per token, a rough estimate for sorting
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """Token and image counts for a row; by default, those of a typical row with one image."""
+    """Token and image counts for a row; defaults describe a typical row with one image."""
 
-    text_tokens: int = 200  # in the prompt
-    image_tokens: int = 1000  # in the prompt, after merging patches
-    frames: int = 1  # images of equal size that share image_tokens; two video frames are one
-    answer_tokens: int | None = None  # longest given answer; None = no answer
-    longest: int = 0  # longest sequence in tokens: prompt with an answer, or with some of its turns
+    text_tokens: int = 200  # text tokens in the prompt
+    image_tokens: int = 1000  # image tokens in the prompt, after merging patches
+    frames: int = 1  # equally large images that share image_tokens; two video frames count as one
+    answer_tokens: int | None = None  # tokens in the longest given answer, None = no answer
+    longest: int = 0  # tokens in the longest training sequence
     where: str = ""  # file and line
-    media: str = ""  # image and video sizes, for messages
+    media: str = ""  # image and video sizes, for error messages
     has_videos: bool = False
-    index: int = 0  # in its dataset
+    index: int = 0  # index in the dataset
 
     @property
     def prompt_tokens(self) -> int:
@@ -41,12 +41,12 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """Rough cost: decoder tokens plus vision tower tokens."""
+        """Rough compute cost: decoder tokens plus vision tower tokens."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 
 class PatchCounter(ImageProcessor):
-    """Image processor that computes patch grids, but no pixel values."""
+    """Image processor that computes patch grids without pixel values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, Grid]:
         depth = math.ceil(len(frames) / self.temporal_patch_size)
@@ -54,7 +54,7 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        """Return the tokens for an image with this size."""
+        """Return the number of tokens for this image size."""
         _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]  # reads the size
         return self.num_tokens(grid)
 
@@ -64,7 +64,7 @@ def patch_counter(processor: Processor) -> PatchCounter:
 
 
 def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
-    """Count a row's tokens from its image and video sizes."""
+    """Count the tokens in a row without decoding its images and videos."""
     counter = replace(processor, image_processor=patch_counter(processor))
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
@@ -94,12 +94,12 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
 
 
 def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequence[str] = ()) -> RowSize:
-    """Count a row's tokens; rows are read and measured once per processor.
+    """Return a row's size, measured once per processor and then cached.
 
     Args:
-        answers: Row fields to include, such as ("chosen", "rejected").
+        answers: Row fields with answers to include, such as ("chosen", "rejected").
     Raises:
-        UserError: unreadable image, or a size that the processor rejects.
+        UserError: an image is unreadable, or the processor rejects its size.
     """
     facts = rows.facts[index]
     file = facts.file
@@ -107,7 +107,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # already measured, with answers
+    if not answers and sizes:  # already measured together with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -124,10 +124,10 @@ def row_sizes(
     answers: Sequence[str] = (),
     unreadable: list[str] | None = None,
 ) -> Iterator[RowSize]:
-    """Yield row sizes by index.
+    """Yield row sizes, in the order of `indices`.
 
     Args:
-        unreadable: collects errors for unreadable rows; None = raise them.
+        unreadable: list that collects errors for unreadable rows, None = raise them.
     """
     for index in indices:
         try:
@@ -142,33 +142,33 @@ def row_sizes(
 
 
 def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
-    """Return a row's image tokens, infinity if unknown without reading the row."""
+    """Return the number of image tokens in a row, or inf if the row must be read first."""
     if facts.num_videos or any(size is None for size, _ in facts.images):
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # a size that the processor rejects is reported or skipped when the row is used
+    except ValueError:  # rejected size; raised again when the row is used
         return math.inf
 
 
 def text_bytes(facts: RowFacts, answers: Sequence[str] = ()) -> int:
-    """Return the bytes of prompt and answer texts."""
+    """Return the bytes in prompt and answers."""
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 
 
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator[RowSize]:
-    """Yield sizes of rows whose prompt and longest answer exceed `limit` tokens.
+    """Yield sizes for rows whose prompt plus longest answer exceeds `limit` tokens.
 
-    Unreadable rows raise UserError unless skip_unreadable.
+    Unreadable rows raise UserError unless skip_unreadable is True.
     """
     if not isinstance(rows, FileDataset):
-        return  # rows from data.task are all similar
+        return  # rows from data.task have similar lengths
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):
-        # a token has at least one byte, so there are no more tokens than bytes
+        # a token has at least one byte
         if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)

@@ -1,4 +1,4 @@
-"""Data classes: Row (an example), Prompt (its question as tensors) and Completion (an answer)."""
+"""Data classes: a Row is a training example; Prompt and Completion contain its tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prompt:
-    """A row's question as tensors."""
+    """A row's prompt as tensors."""
 
-    input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # (patches, values per patch) for all images and videos in order, dtype of ImageProcessor
+    input_ids: Tensor  # (P,) int64, with one placeholder per image token
+    # (patches, values per patch) for all images and videos in order; dtype from ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    # output of a frozen vision tower, None = not computed
+    # cached output of a frozen vision tower, None = not computed
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # not a dataclass field, because FSDP2 would copy the row in every forward pass
+        # not a dataclass field, because FSDP2 would then copy the row in every forward pass
         self.row: Row | None = None
 
 
 @dataclass
 class ToolUse:
-    """What an environment adds to a sampled completion."""
+    """A sampled completion's environment and tool call counts."""
 
     environment: Any = None  # see extras/agents/environment.py
     num_calls: int = 0
@@ -50,23 +50,23 @@ class ToolUse:
 class Completion:
     """A sampled or demonstrated answer.
 
-    It has token ids, because decoding and tokenizing again can give other ids.
+    Token ids are kept, because tokenizing decoded text can give other ids.
     """
 
-    ids: Tensor  # (C,) int64, with the stop token
-    # (C,) float32 log-probabilities in nats, at sampling temperature (1 for greedy); None = not sampled
+    ids: Tensor  # (C,) int64, including the stop token
+    # (C,) float32 log-probs at the sampling temperature (1 for greedy decoding); None = not sampled
     logps: Tensor | None = None
-    # True if a stop token or stop string ended the completion, not max_new_tokens
+    # ended by a stop token or stop string, not by max_new_tokens
     stopped: bool = True
-    # (C,) bool, False for tokens from a tool or user; None = all from the policy
+    # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): top_k, top_p and min_p kept counts[i] ids for token i; `ids` has them all
+    # (counts, ids): top_k, top_p and min_p kept counts[i] token ids at position i; `ids` concatenates them
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in turns
+    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in the completion
     tool_use: ToolUse = field(default_factory=ToolUse)
-    extra: dict = field(default_factory=dict)  # values from log_extra, as in TRL
-    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if turns have their own prompts
-    prompt: Prompt | None = None  # the turn's own prompt, in `turns`
+    extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
+    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
+    prompt: Prompt | None = None  # prompt of a Completion in `turns`
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -74,10 +74,10 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Return log-probabilities (C,) of a sampled completion.
+        """Log-probs (C,), for sampled completions.
 
         Raises:
-            AssertionError: the answer is demonstrated, without log-probabilities.
+            AssertionError: the completion is a demonstration, which has no log-probs.
         """
         assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
@@ -85,37 +85,37 @@ class Completion:
 
 @dataclass
 class Row:
-    """A training example: prompt, images and videos, columns and answers."""
+    """A training example: prompt, images, videos, columns and answers."""
 
     messages: list[dict]  # prompt; see data/messages.py
     images: Sequence[PIL.Image.Image]  # one per image part in the prompt, in order
-    # data columns such as problem and solution, also passed to reward functions
+    # data columns such as problem and solution, which are passed to reward functions
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT, text or turns; an image in a turn is a function that decodes the file
+    # demonstration for SFT, a string or turns; images in turns are functions that decode the file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # better answer in a pair
     rejected: str | list[dict] | None = None  # worse answer
     # one per video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages
-    key: str = ""  # seed for all random numbers of the row
+    key: str = ""  # random seed for sampling
     index: int = -1  # index in its dataset
-    prepared_prompt: Prompt | None = None  # computed in advance by a thread of the loader
+    prepared_prompt: Prompt | None = None  # computed in advance by a loader thread
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Convert the question to tensors, if no thread has done so.
+        """Return the prompt as tensors, computed now unless a loader thread has done so.
 
         Args:
             processor: (messages, images, videos) -> Prompt, such as a Processor.
         Raises:
-            UserError: invalid prompt; the message begins with file and line.
+            UserError: the prompt is invalid; the message begins with file and line.
         """
         if self.prepared_prompt is not None:
             return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # for example an invalid image size
-            if not self.where or str(error).startswith(self.where):  # image errors already name the row
+        except ValueError as error:  # such as an invalid image size
+            if not self.where or str(error).startswith(self.where):  # errors about images already name the row
                 raise
             raise UserError(f"{self.where}: {error}") from error
         prompt.row = self
@@ -129,7 +129,7 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
     """Return random numbers in [0, 1) for sampling.
 
     Args:
-        keys: seed text per prompt, so that completions do not depend on batches or ranks.
+        keys: seed string per prompt, so that completions do not depend on batches or ranks.
     Returns:
         (keys * num_generations, max_new_tokens) float64, one number per token.
     """
@@ -139,5 +139,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy generator with a text's bytes as its seed."""
+    """Create a NumPy random generator seeded with a string."""
     return numpy.random.default_rng(list(key.encode()))

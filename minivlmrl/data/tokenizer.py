@@ -1,4 +1,4 @@
-"""Load a tokenizer.json, or train a tiny tokenizer on a task's texts."""
+"""Load a tokenizer.json, or train a tiny tokenizer."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -12,42 +12,42 @@ from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.json_files import read_json
 
-# Qwen2's control tokens in id order (151643 to 151656 in published checkpoints)
+# Qwen2 control tokens, ordered by id (151643 to 151656 in published checkpoints)
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# control tokens that only chat templates write: beginnings and ends of turns and documents, and placeholders
+# control tokens that only chat templates may write: turn and document boundaries, and placeholders
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Qwen2's split into contractions, words, digits, ... before byte-pair encoding
+# Qwen2 pre-tokenizer: split into contractions, words, digits, ... before BPE
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# other files that may have added tokens
+# other files that may list added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# text that encoding and decoding must not change
+# test string that encoding and decoding must not change
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
 class Tokenizer:
     """Convert text to token ids and back.
 
-    `special_tokens`: control tokens of Qwen2 and the backend, with ids. `structure`: control tokens that no text
-    produces, so "<|im_end|>" in a text is encoded as ordinary characters. "<tool_call>" and "<|box_start|>" become
+    `special_tokens` maps all control tokens to ids. `structure` contains control tokens that text never produces:
+    "<|im_end|>" in text is encoded as ordinary characters. Others, such as "<tool_call>" and "<|box_start|>", become
     control tokens, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
-        self.files: dict[str, bytes] = {}  # {name: content} for saved folders
-        # truncation and padding set in tokenizer.json would change ids
+        self.files: dict[str, bytes] = {}  # {file name: content}, to save with the model
+        # disable truncation and padding set in tokenizer.json
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens: dict[str, int] = {}
@@ -60,14 +60,14 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set the control tokens that only chat templates write."""
+        """Set the control tokens that only chat templates may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # encodes "<|im_end|>" in a text as ordinary characters
+        # encode "<|im_end|>" in text as ordinary characters
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # not the number of tokens: some ids may have none
+        # highest id + 1, because some ids may be unused
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
@@ -81,7 +81,7 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode token ids to text, with control tokens such as <|im_end|>."""
+        """Decode token ids to text, including control tokens such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
@@ -90,11 +90,11 @@ class Tokenizer:
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Copy a tokenizer; only the named tokens are special tokens in the copy."""
+    """Return a tokenizer in which only the named tokens are special tokens."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # through JSON, because `tokenizers` cannot change the flag `special`
+    # go through JSON, because `tokenizers` cannot change the flag `special`
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -102,17 +102,17 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, which must have all tokens in the folder's other files."""
+    """Load a tokenizer.json, which must contain all tokens listed in other files in its folder."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # rejects a missing file, a Git LFS pointer and a list
+        read_json(Path(path))  # raises a clear error for a Git LFS pointer or invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
-        backend.add_tokens(listed)  # with flags such as lstrip
+        backend.add_tokens(listed)
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
             raise UserError(f"{len(missing)} of the 256 byte values have no token")
@@ -137,9 +137,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def listed_tokens(folder: Path) -> list[AddedToken]:
-    """List the tokens in TOKEN_FILES.
+    """Return the added tokens listed in TOKEN_FILES.
 
-    As in transformers, a tokenizer_config.json with added_tokens_decoder is enough; other files are ignored.
+    As in transformers, if tokenizer_config.json has added_tokens_decoder, other files are ignored.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")
@@ -169,7 +169,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer.
 
     Args:
-        vocab_size: maximum tokens, including control tokens; the 256 byte values are always added.
+        vocab_size: maximum number of tokens, including control tokens; all 256 bytes are always added.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()

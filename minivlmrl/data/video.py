@@ -1,6 +1,6 @@
-"""Resize video frames like qwen-vl-utils, and cut them into patches; files: extras/video_files.py.
+"""Resize video frames like qwen-vl-utils, and split them into patches; extras/video_files.py reads the files.
 
-Qwen3-VL samples and resizes frames in extras/families/qwen3_vl.Videos.
+For Qwen3-VL, extras/families/qwen3_vl.Videos samples and resizes frames.
 """
 
 import math
@@ -17,18 +17,18 @@ from minivlmrl.errors import UserError
 from minivlmrl.load_extra import load_extra
 
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this
-TOTAL_TOKENS = 115_200  # default limit per video, in tokens of 28 * 28 pixels
+TOTAL_TOKENS = 115_200  # default maximum per video, in tokens of 28 * 28 pixels
 # maximum pixels in all sampled frames: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """Frames sampled from a video, with their rate."""
+    """Frames sampled from a video, with their frame rate."""
 
-    frames: Sequence[PIL.Image.Image]  # equal sizes
+    frames: Sequence[PIL.Image.Image]  # all the same size
     fps: float  # sampled frames per second
-    # time per frame in seconds, None = constant rate fps
+    # frame times in seconds, None = constant frame rate
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -50,14 +50,14 @@ class Video:
         return replace(self, frames=[PIL.Image.new("RGB", self.frames[0].size, "gray")] * len(self.frames))
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
-        """Resize frames, and cut them into patches.
+        """Resize frames, and split them into patches.
 
-        With data.resize_backend=torch, patches equal those of transformers' Qwen2VLVideoProcessor bit for bit; with
-        pil, frames are resized as in transformers' image processor.
+        With data.resize_backend=torch, patches are bitwise equal to transformers' Qwen2VLVideoProcessor; with pil,
+        frames are resized like images in transformers.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches; for families with
-            timestamps in the prompt, instead a list with the time of each temporal patch.
+            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches, or for model
+            families with timestamps in the prompt, a list of times, one per temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -74,9 +74,9 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """Video file, read only with a model's processor, because families sample different frames."""
+    """Video file that is read when the processor is known, because model families sample different frames."""
 
-    load: Callable[..., Video]  # load_video, with all arguments but frame_factor and defaults
+    load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -94,12 +94,12 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
     """Load sampled frames from a video.
 
     Args:
-        source: video file as in media.fetch_image, or a list of images, which are all used as frames.
-        folder: for relative paths.
-        frame_factor: the number of sampled frames is a multiple of it.
-        defaults: frame selection options for a video file, if `sampling` has none.
-        sampling: options; see extras/video_files.sample_indices. For a list of images only fps, images per second
-            (default 2), `sample_fps` in qwen-vl-utils 0.0.14.
+        source: video file, given as in media.fetch_image, or a list of images to use as frames.
+        folder: base folder for relative paths.
+        frame_factor: the number of sampled frames is a multiple of this.
+        defaults: frame sampling options for a video file, used if `sampling` has none.
+        sampling: options for extras/video_files.sample_indices. A list of images allows only fps, images per second
+            (default 2), called `sample_fps` in qwen-vl-utils 0.0.14.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -119,7 +119,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video with blank frames, whose size and number are in the file header; arguments as in load_video."""
+    """Return a video with blank frames, reading only the file header; arguments as in load_video."""
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
         with open_image(source[0], folder) as image:
@@ -146,12 +146,12 @@ def check_size(nframes: int, width: int, height: int):
 
 
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-    """Compute the resized height and width of a video's frames, in pixels.
+    """Compute the resized height and width of video frames, in pixels.
 
     Args:
-        options: min_pixels and max_pixels bound a frame's area in pixels (default: 128 and 768 tokens), total_pixels
-            that of all frames (default: 115200 tokens). A frame may use twice its share of total_pixels, because two
-            frames form one temporal patch. Alternatively resized_height and resized_width, as for an image.
+        options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens),
+            total_pixels that of all frames (default: 115200 tokens). A frame may use twice its share of total_pixels,
+            because two frames form one temporal patch. Alternatively, resized_height and resized_width, as for images.
 
     Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once here, but twice in
     qwen-vl-utils 0.0.14.

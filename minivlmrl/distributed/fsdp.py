@@ -1,11 +1,11 @@
-"""Shard weights, gradients and optimizer state over the ranks with FSDP2; models contain no code for it.
+"""Shard weights, gradients and optimizer state over ranks with FSDP2, without any code in the models.
 
-FSDP units (weights gathered before the forward pass, freed afterwards): vision blocks, decoder layers, embedding and
-head if untied, and the root with all remaining weights.
+An FSDP unit gathers its weights before the forward pass and frees them afterwards. Units: vision blocks, decoder
+layers, untied embedding and head, and the root with all other weights.
 
-Ranks must run the same units in the same order, because gathering waits for all ranks. So all ranks get equal numbers
-of prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
-equalizes the number of decode steps.
+Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks get equally many
+prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
+equalizes decode steps.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,9 @@ class Sharding:
     """Device mesh, dtypes and CPU offloading for sharded models.
 
     Args:
-        dtype: of the weights that the optimizer updates; gradients are reduced in at least float32.
-        recompute: activation checkpointing.
-        compute_dtype: of gathered weights and activations, also without sharding.enabled; None = `dtype`.
+        dtype: dtype of trained weights; gradients are reduced in at least float32.
+        recompute: whether to use activation checkpointing.
+        compute_dtype: dtype of gathered weights and activations, even if sharding.enabled is False; None = `dtype`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # inputs such as rotary angles stay in float32
+        # keep inputs such as rotary angles in float32
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -68,7 +68,7 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place, on any device including meta."""
+        """Shard a model in place, on any device, including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise UserError(
@@ -84,8 +84,8 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # explicit prefetching order in the backward pass: FSDP's default depends on the number of forward passes, so
-        # ranks with different numbers would gather different layers in one collective
+        # set the prefetching order: FSDP's default depends on the number of forward passes, which may differ between
+        # ranks
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -98,20 +98,20 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # after FSDP's hooks, which gather the vision tower's weights
+        # register after FSDP's hooks, which gather the vision tower weights
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head, which computes in its weights' dtype."""
+        """Shard a value head without mixed precision."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Make an FSDP unit from all parameters not yet in a unit."""
+        """Make one FSDP unit from all parameters that are not in a unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # sum instead of mean: losses are already divided by counts over all ranks
+            # sum, not mean: losses are already divided by counts over all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -122,16 +122,16 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor, with dtype and sharding of the parameter `like`."""
+        """Copy this rank's rows of a full tensor into a DTensor with the dtype and sharding of `like`."""
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
-        assert isinstance(like, DTensor)  # fully_shard makes all parameters DTensors
-        # not DTensor.from_local, which would move offloaded weights to the GPU
+        assert isinstance(like, DTensor)  # fully_shard converts all parameters to DTensor
+        # DTensor.from_local would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the weights into an unsharded model, which runs without waiting for other ranks until `reshard`."""
+        """Return an unsharded model with gathered weights, which runs independently of other ranks until `reshard`."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -140,10 +140,10 @@ class Sharding:
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model, each rank its own rows.
+        """Copy a sharded model; each rank copies its own shard.
 
         Args:
-            in_compute_dtype: if True, copy in compute_dtype instead of the parameters' dtype.
+            in_compute_dtype: whether to copy weights in compute_dtype instead of their own dtype.
         """
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
@@ -158,15 +158,15 @@ class Sharding:
 
 
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Return a device mesh: for 8 ranks (2, 4) with two copies of the weights, or (8,) with one."""
+    """Return a device mesh: 8 ranks form (2, 4) with two replicas, or (8,) with one."""
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh, which sets PyTorch's default timeout
+    # init_device_mesh would use PyTorch's default timeout
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # groups with the same shard, then replicas
+    for ranks_of_groups in (ranks.T, ranks):  # groups that share a shard, then groups that form a replica
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
         groups.append(group)
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
@@ -177,17 +177,17 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def fully_used_layers(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return decoder layers whose parameters all get a gradient in every micro-batch."""
+    """Return decoder layers in which every parameter gets a gradient in every micro-batch."""
     family = family_of(model)
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if family.uses_every_parameter(model.config, i)]
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather embedding and head in every forward pass.
+    """Add hooks that gather the embedding and head weights in every forward pass.
 
-    FSDP gathers weights when a module is called, but the model reads `lm_head.weight` without calling `lm_head`. One
-    unit for both would need 4.4 GB for a 7B model's float32 gradients.
+    FSDP gathers weights when a module is called, but the model reads `lm_head.weight` without calling `lm_head`. A
+    single unit for both would need 4.4 GB for float32 gradients of a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -199,27 +199,27 @@ def gather_embedding_and_head(model: VisionLanguageModel):
         head.unshard()
 
     for unit in (embedding, head):
-        unit.set_reshard_after_forward(False)  # stays gathered, because decode steps call the embedding again
+        unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
         communication_of(unit).all_reduces_once = True
-    # after FSDP's own hook, which initializes FSDP
+    # register after FSDP's own hook, which initializes FSDP
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Sum integers over all ranks on the CPU: a GPU sum would wait for unfinished kernels."""
+    """Sum integers over all ranks, on the CPU because a GPU sum would wait for unfinished kernels."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Hooks that run the vision tower on a black image on ranks without images, because all ranks must run it together.
+    """Hooks that run the vision tower on a black image if only other ranks have images.
 
-    The output times 0 is added to the decoder's input. If no rank has images, no rank runs the tower.
+    FSDP needs all ranks. The tower output, multiplied by 0, is added to the decoder input.
     """
 
-    zero: Tensor | None = None  # 0 * (tower output for the black image), in this forward pass
+    zero: Tensor | None = None  # 0 * (tower output for the black image) in the current forward pass
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
@@ -227,23 +227,23 @@ class DummyVisionForward:
         if dist.get_world_size() == 1:
             return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
-        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that no rank waits for its GPU
+        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that ranks do not wait for their GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the black image's zero to the decoder's input, so that all ranks have the same backward pass."""
+        """Add `zero` to the decoder input, so that all ranks run the same backward pass."""
         if self.zero is None:
             return None
         x, *others = arguments
         x = x + self.zero
-        self.zero = None  # frees the black image's autograd graph
+        self.zero = None  # free the autograd graph of the black image
         return (x, *others)
 
 
 def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: torch.device) -> Tensor:
-    """Run the vision tower on a one-token black image, and return a zero with gradients."""
+    """Run the vision tower on a one-token black image; return 0 * output."""
     merge_size = vision_config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
@@ -252,8 +252,7 @@ def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: t
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
     """Wrap sample_token so that all ranks run a sharded decoder for the same number of steps.
 
-    Before every decode step, each rank tells the others whether it needs another one. A rank with only finished
-    completions runs the decoder on a dummy token until all ranks have finished.
+    A rank whose completions are all finished runs the decoder on a dummy token until all ranks have finished.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
@@ -262,11 +261,11 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # not the weights' device: they may be offloaded
+        device = world.device  # weights may be offloaded to another device
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
-        while world.sum(0)[0]:  # another rank still decodes
+        while world.sum(0)[0]:  # while another rank is still decoding
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 
@@ -274,7 +273,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 
 
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
-    """Create a model with the layers and adapters of `model` on the meta device."""
+    """Create a model on the meta device with the same layers and adapters as `model`."""
     with torch.device("meta"):
         clone = family_of(model).build_model(model.config).to(dtype)
     copy_adapter_layout(clone, model)

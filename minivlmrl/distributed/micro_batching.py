@@ -1,7 +1,8 @@
 """Split prompts and completions into micro-batches with a limited number of tokens.
 
-Completions do not depend on micro-batches, because they have their own random numbers. Most losses divide by the tokens
-or completions in the whole optimizer step, so micro-batch gradients add up to the step's gradient.
+Sampled completions do not depend on micro-batches, because each prompt has its own random numbers. Most losses divide
+by the number of tokens or completions in the whole optimizer step, so micro-batch gradients add up to the full
+gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ Key = TypeVar("Key")
 def split_into_micro_batches(
     lengths: Sequence[tuple[int, Sequence[int]]], max_prompts: int, max_tokens: int | None, world: World | None = None
 ) -> list[list[tuple[int, int]]]:
-    """Split prompts and their completions into micro-batches; a completion is never split.
+    """Split prompts and their completions into micro-batches.
 
-    With max_tokens, prompts of similar length share a micro-batch, and a larger group of completions is divided among
-    several. Ranks get the same number of micro-batches, because sharded models need the same number of forward passes.
-    Example with micro-batches of 20, 12 and 50 tokens (one completion alone may exceed max_tokens):
+    With max_tokens, prompts with similar lengths share a micro-batch, and a group of completions that is too large is
+    split. All ranks get the same number of micro-batches, as sharded models require. Example with micro-batches of 20,
+    12 and 50 tokens (a single completion may exceed max_tokens):
 
         >>> split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
         [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
@@ -29,10 +30,10 @@ def split_into_micro_batches(
     Args:
         lengths: (prompt tokens, tokens per completion), for each prompt.
         max_prompts: maximum prompts per micro-batch.
-        max_tokens: maximum tokens per micro-batch, each prompt counted once; None = no limit.
-        world: ranks, which must all call this function; None = a single process.
+        max_tokens: maximum tokens per micro-batch, counting each prompt once; None = no limit.
+        world: all ranks must call this function together; None = a single process.
     Returns:
-        micro-batches: lists of (prompt index, completion index).
+        micro-batches as lists of (prompt index, completion index).
     """
     order = list(range(len(lengths)))
     if max_tokens is not None:
@@ -80,10 +81,10 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    A completion counts as max_new_tokens tokens; the completions of a prompt stay together.
+    A completion counts as max_new_tokens tokens; completions for the same prompt stay together.
 
     Args:
-        sample: (prompts, num_generations, keys) -> completions of a micro-batch.
+        sample: (prompts, num_generations, keys) -> completions for a micro-batch.
         keys: random seed per prompt.
     """
     completions: list = [None] * len(prompts)
@@ -91,7 +92,7 @@ def sample_in_micro_batches(
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
     if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
-        limit = None  # all prompts fit; with a limit, they would be sorted
+        limit = None  # everything fits in one batch, so do not sort prompts by length
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

@@ -1,4 +1,4 @@
-"""Connect the ranks before slow work begins: wrong network settings fail early."""
+"""Connect the ranks first, so that wrong network settings fail early."""
 
 import os
 import socket
@@ -16,17 +16,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from minivlmrl.errors import UserError, is_out_of_memory
 
-CONNECT_SECONDS = 60.0  # for connecting, after all ranks have started
+CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Return torch.distributed's store, where ranks look up each other's addresses.
+    """Return the torch.distributed store in which ranks look up each other's addresses.
 
-    Keys begin with the restart count: older keys hold addresses of dead processes (pytorch 135712). On several
-    hosts they begin with 0, because a host may not know the restart count (docs/many_gpus.md).
+    The key prefix is the restart count, because older keys contain addresses of dead processes (pytorch 135712). With
+    several hosts it is 0, because a host may not know the restart count (docs/many_gpus.md).
 
     Raises:
-        UserError: rank 0's store cannot be reached, or rank 0 is alone.
+        UserError: the store on rank 0 cannot be reached, or no other rank reaches it.
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -47,21 +47,21 @@ def attempt_store(limit: timedelta) -> Store:
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
-    """Create the process group, and test it with a sum over all ranks, on CPUs and on GPUs.
+    """Create the process group, and test it with an all-reduce on CPU and GPU.
 
-    NCCL connects at the first sum, so errors appear before weights are loaded.
+    NCCL connects at the first collective operation, so errors appear before weights are loaded.
 
     Args:
-        store: rank addresses.
+        store: as returned by attempt_store.
         device: device of this rank.
-        limit: time that a rank waits for others, at the start and in collective operations.
+        limit: timeout for other ranks to start, and for collective operations.
 
     Raises:
         UserError: a rank did not start, or ranks cannot exchange tensors.
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # gloo and NCCL wait forever for unreachable ranks: a timer ends the process
+    # gloo and NCCL wait forever for unreachable ranks, so a timer ends the process
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -118,10 +118,10 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Context manager for new process groups: a dead host raises an error instead of a wait.
+    """Make process groups created in the block raise an error if a host dies.
 
-    On Linux, connections close when the other host has not answered for `seconds`. Long computations are safe, because
-    operating systems answer keep-alive messages.
+    On Linux, connections close if the other host has not answered for `seconds`. Long computations are safe, because
+    the operating system answers TCP keep-alive probes.
     """
     if sys.platform != "linux":
         yield
@@ -130,13 +130,13 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     yield
     pause = max(1, round(seconds / 4))
     options = {
-        socket.TCP_KEEPIDLE: pause,  # seconds without data before a probe
+        socket.TCP_KEEPIDLE: pause,  # seconds without data before a keep-alive probe
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds until the other host must confirm data
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds within which the other host must confirm data
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # OSError: an open file that is not a TCP connection
+        # OSError for files that are not TCP connections
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

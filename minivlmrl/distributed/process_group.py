@@ -1,4 +1,4 @@
-"""Process group: rank, device and collective operations."""
+"""Distributed training: rank, device and collective operations."""
 
 import math
 import os
@@ -21,25 +21,25 @@ from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, sto
 
 Value = TypeVar("Value")
 
-NO_LIMIT = timedelta(days=30)  # longest timeout of process groups
-LAST_ERRORS = 5.0  # if all ranks fail within these seconds, they save a checkpoint together
-# process group for barriers; None with a single rank
+NO_LIMIT = timedelta(days=30)  # timeout of process groups without a limit
+LAST_ERRORS = 5.0  # if all ranks fail within these seconds, they save together
+# process group for barriers, None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class World:
-    """Rank, number of ranks and device of a process; World() = a single process."""
+    """Rank, number of ranks and device; World() describes a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # raises after a signal such as SIGTERM; slow work such as sampling calls it often
+    # raises after a signal such as SIGTERM; called often in slow work such as sampling
     stop_if_preempted: Callable[[], None] = lambda: None
-    timeout: float = 600.0  # seconds that collective operations wait
-    max_wait: float | None = None  # seconds that `barrier` waits; None = no limit
-    store: Store | None = None  # shows late and failed ranks to other ranks
-    # whether `shutdown` destroys the process group; False if vLLM does
+    timeout: float = 600.0  # timeout of collective operations, in seconds
+    max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
+    store: Store | None = None  # tells other ranks about late and failed ranks
+    # whether `shutdown` destroys the process group; False if vLLM destroys it
     ends_group: bool = True
 
     @property
@@ -47,18 +47,18 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return this rank's contiguous part; parts have nearly equal lengths."""
+        """Return this rank's contiguous slice of `items`; slices have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return every N-th item for N ranks, the same number on all ranks, as FSDP requires.
+        """Return every N-th item, with N ranks; all ranks get the same number, as FSDP requires.
 
         From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
-            items, and how many of them, from the start, are not repeats.
+            items, and their number without repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -77,13 +77,13 @@ class World:
         """Concatenate tensors (n, ...) in rank order: (n * size, ...)."""
         if self.size == 1:
             return tensor
-        # not all_gather_into_tensor, which is shorter but deprecated in torch 2.13
+        # all_gather_into_tensor is deprecated in torch 2.13
         tensors = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(tensors.unbind()), tensor.contiguous())
         return tensors.flatten(0, 1)
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return the values from all ranks, in rank order; values must be picklable."""
+        """Gather a picklable value from each rank, in rank order."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders for all_gather_object
@@ -91,7 +91,7 @@ class World:
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send values[i] to rank i, and return the received values in rank order; values must be picklable."""
+        """Send picklable values[i] to rank i; return received values in rank order."""
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
         arriving = torch.empty_like(sizes)
@@ -101,13 +101,13 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
     def barrier(self, work: str = "do its part"):
-        """Wait until all ranks have done their work, which may take longer than World.timeout.
+        """Wait for all ranks, which may take longer than World.timeout.
 
-        After a minute, a rank prints which ranks it waits for. If a rank hangs for longer than World.max_wait, waiting
-        ranks raise an error, and the hanging process prints a traceback and ends with exit code 1.
+        After a minute, a rank prints which ranks it waits for. If a rank hangs for longer than World.max_wait, other
+        ranks raise an error, and the hanging process prints a traceback and exits with code 1.
 
         Args:
-            work: for messages, such as "read images".
+            work: what ranks do, for messages, such as "read images".
 
         Raises:
             RuntimeError: a rank has ended, or is more than World.max_wait late.
@@ -118,14 +118,14 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Call `work`, which saves the run after an error; all ranks with an error must call this method.
+        """Call `work`, which saves the run after an error; every rank with an error must call this method.
 
-        If all ranks have an error, they work together. Otherwise the first rank to notice works alone and the others
-        wait, because torchrun ends all ranks as soon as one ends.
+        If all ranks have an error, they save together. Otherwise the first rank saves alone, while others wait, because
+        torchrun kills all ranks as soon as one exits.
 
         Args:
-            work: called with a World of the working ranks.
-            alone: whether one rank can do the work alone.
+            work: called with a World of saving ranks only.
+            alone: whether a single rank can do the work.
         Returns:
             True if the work was done.
         """
@@ -138,12 +138,12 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 gives up first, because only rank 0 knows the line counts of log files
+        # rank 0 waits less, so that it saves: only rank 0 knows log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # another rank has no error
+        with suppress(dist.DistError):  # DistError: another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # first rank to set this value
+        workers = store.compare_set("ranks that save", "", own).decode()  # "all", or the first rank that set this key
         if workers == "all":
             work(self)
         elif not alone:
@@ -158,10 +158,10 @@ class World:
         return True
 
     def run_on_all_ranks(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Call `work` on every rank, without a time limit; an error is raised on all ranks.
+        """Call `work` on every rank, without a time limit; errors are raised on all ranks.
 
         Returns:
-            result of this rank.
+            the result on this rank.
         """
         if self.size == 1:
             return work()
@@ -172,11 +172,11 @@ class World:
             future.set_exception(error)
         self.barrier(name)
         for error in filter(None, self.gather_objects(future.exception())):
-            raise error from future.exception()  # has this rank's traceback
+            raise error from future.exception()  # keep the traceback of this rank
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Call `work` on rank 0, and return its result there, None on other ranks.
+        """Call `work` only on rank 0; return its result, or None on other ranks.
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
@@ -192,18 +192,18 @@ class World:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Sum gradients over all ranks."""
-        # no mean: losses are already divided by counts over all ranks
+        # sum, not mean: losses are already divided by counts over all ranks
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # a gradient that is None on all ranks stays None, because AdamW would decay a parameter with gradient 0
+        # gradients that are None on all ranks stay None: with zeros, AdamW would apply weight decay
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # for example in the vision tower, without images
+            if parameter.grad is None:  # such as in the vision tower, without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        if not gradients:  # only the vision tower is trained, no images on any rank
+        if not gradients:  # only the vision tower is trained, and no rank has images
             return
         flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat_gradients)
@@ -213,16 +213,16 @@ class World:
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: float | None = None) -> World:
-    """Select device and CPU threads, and connect the ranks that torchrun has started.
+    """Select device and CPU threads, and connect the ranks started by torchrun.
 
     Args:
         num_threads: CPU threads, None = default_num_threads.
-        timeout: seconds that collective operations wait; World.barrier has no such limit.
+        timeout: timeout of collective operations, in seconds; not used by World.barrier.
         sharded: whether weights are sharded, which needs a process group even for one process.
-        max_wait: seconds that World.barrier waits, None = no limit.
+        max_wait: timeout of World.barrier, in seconds, None = no limit.
 
     Raises:
-        UserError: no GPU for this rank, or the ranks cannot be connected.
+        UserError: this rank has no GPU, or the ranks cannot be connected.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -236,11 +236,10 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # loopback on a single host, because gloo may find no network interface in a container
+        # loopback on a single host: gloo may find no network interface in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        # documented, but private for pyright
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)
@@ -248,7 +247,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # by its type, new_group may return a non-member
+                # by its annotation, new_group may return NON_GROUP_MEMBER
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
@@ -263,11 +262,11 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
     """Wait until all ranks have called this function.
 
     Args:
-        limit: on rank 0; other ranks wait for rank 0 as long as max_wait_hours allows.
-        names_all: if True, the error lists all late ranks, which takes the whole limit.
+        limit: timeout on rank 0; other ranks wait for rank 0 up to max_wait_hours.
+        names_all: whether the error lists all late ranks, which takes the whole limit.
 
     Raises:
-        RuntimeError: a rank has ended or is late. On rank 0, the message names one, for example "Rank 1 failed to pass
+        RuntimeError: a rank has ended or is late. On rank 0, the message names it: "Rank 1 failed to pass
             monitoredBarrier".
     """
     if barrier_group is not None:
@@ -275,7 +274,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
 
 def default_num_threads(local_size: int) -> int:
-    """Return OMP_NUM_THREADS, or CPU cores per process of the host.
+    """Return OMP_NUM_THREADS, or CPU cores per process.
 
     With several processes, OMP_NUM_THREADS=1 is ignored, because it is torchrun's default.
     """
@@ -293,6 +292,6 @@ def shutdown(world: World):
     world.barrier("finish the run")
     stop_watchdog()
     if dist.is_initialized():
-        dist.barrier()  # destroying a group in use can abort the other rank
+        dist.barrier()  # destroying a group in use can abort another rank
         if world.ends_group:
             dist.destroy_process_group()

@@ -18,7 +18,7 @@ from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Stacked, Weight, gather_full_tensor, has_adapters
 
-MAX_SHARD_SIZE = 5 * 10**9  # bytes per weights file
+MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes per weights file
 
 
 def save_model(
@@ -33,18 +33,18 @@ def save_model(
 ):
     """Save a model and its processor as a folder for transformers and vLLM.
 
-    Adapters are merged, and also saved alone in adapter/ in PEFT's format. An existing folder is replaced only after
-    all new files are written. Weights have the dtype model.save_dtype, None = their own.
+    Adapters are merged, and also saved separately in adapter/ in PEFT format. An existing folder is replaced only after
+    all files are written. Weights are saved in model.save_dtype, None = their own dtype.
 
-    All ranks must call this function. They gather one file at a time, because rank 0 may not hold the full model. Rank
-    0 writes; its errors are raised on all ranks.
+    All ranks must call this function. They gather one file at a time, because the full model may not fit on rank 0.
+    Only rank 0 writes; its errors are raised on all ranks.
 
     Args:
-        world: ranks, None = a single process.
-        base: folder or repository of the base model, for PEFT's adapter_config.json.
-        write_more_files: writes additional files into the new folder.
-        merge: if False, save only adapters, and remove older merged weights.
-        max_shard_size: bytes per weights file.
+        world: ranks, or None for a single process.
+        base: base model folder or repository, for adapter_config.json.
+        write_more_files: writes more files into the new folder.
+        merge: if False, save only adapters.
+        max_shard_size: maximum bytes per weights file.
     """
     world = world or World()
     with error_phase("save"), ExitStack() as saving:
@@ -56,10 +56,10 @@ def save_model(
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # from rank 0: only rank 0 holds `unused`
+        # from rank 0, which alone has `unused`
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
-        new_folder = new_folder or Path(folder)  # not written to
+        new_folder = new_folder or Path(folder)
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
             for name in tensors.keys() & weights.keys():
@@ -81,7 +81,7 @@ def save_model(
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = gather_full_tensor(weights[name])  # all ranks
+                    weight = gather_full_tensor(weights[name])  # all ranks must call this
                     if world.is_main:
                         tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
                 elif world.is_main:
@@ -99,22 +99,22 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 
 
 def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
-    """Return a weight's bytes in a file, without gathering it."""
+    """Return a weight's size in a file, in bytes, without gathering it."""
     tensor = on_meta(weight)
     return tensor.to(save_dtype or tensor.dtype).nbytes
 
 
 def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
-    """Assign tensors to files in their order, and return the names per file.
+    """Assign tensors to files in order; return {file: tensor names}.
 
     Example with max_shard_size 10: tensors of 6, 12, 3, 2 and 5 bytes give the files [12], [6, 3] and [2, 5].
 
     Args:
-        sizes: bytes per tensor.
-        max_shard_size: bytes per file; a larger tensor gets its own file.
+        sizes: {tensor name: bytes}.
+        max_shard_size: maximum bytes per file; a larger tensor gets its own file.
 
     Returns:
-        names in each file, {} without tensors.
+        {file: tensor names}.
     """
     shards = []
     shard = []
@@ -139,7 +139,7 @@ def write_other_files(
     merge: bool,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write config, processor and adapter into a model folder, only the adapter if not `merge`."""
+    """Write config, processor and adapter into a model folder; without `merge`, only the adapter."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if merge:
         write_settings(folder, model, processor)

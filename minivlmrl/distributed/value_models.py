@@ -26,7 +26,7 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model as a model folder with score.safetensors for the head; all ranks must call this function.
+    """Save a value model folder, with the head in score.safetensors; all ranks must call this function.
 
     Args:
         base: base model folder, for adapter_config.json.
@@ -44,7 +44,7 @@ def save_value_model(
 def load_critic(
     folder: str | Path, policy: VisionLanguageModel, processor: Processor, config: RunConfig, device: torch.device
 ) -> ValueModel:
-    """Load a value model as a critic, with the options `adapter` and `model.freeze`."""
+    """Load a value model as a critic, applying the options `adapter` and `model.freeze`."""
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=config.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)

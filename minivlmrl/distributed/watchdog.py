@@ -1,4 +1,4 @@
-"""Name late ranks, and end a process that hangs."""
+"""Report late ranks, and end processes that hang."""
 
 import faulthandler
 import sys
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-NOTICE = 60.0  # seconds before a waiting rank names late ranks
+NOTICE = 60.0  # seconds until a waiting rank reports late ranks
 
 stop_watchdog = faulthandler.cancel_dump_traceback_later
 
 
 @contextmanager
 def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iterator[None]:
-    """Print late ranks if the block takes longer than a minute.
+    """Print which ranks are late if the block takes longer than a minute.
 
     Args:
-        store: counts waits per rank, None = no messages.
-        work: for the message, such as "read images".
+        store: counts calls per rank; None = print nothing.
+        work: what ranks do, for the message, such as "read images".
     """
     if store is None:
         yield
@@ -53,7 +53,7 @@ def hang_watchdog(max_wait: float | None, size: int) -> Iterator[None]:
 
 
 def restart_watchdog(max_wait: float | None, size: int):
-    """Restart the time limit of this process.
+    """Restart the timer that ends this process if it hangs.
 
     Args:
         max_wait: seconds, None = no limit; doubled with several ranks, so that waiting ranks can save a checkpoint.

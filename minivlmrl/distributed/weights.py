@@ -1,7 +1,7 @@
-"""Work with weights that may be sharded with FSDP2.
+"""Functions for models that may be sharded with FSDP2.
 
 Sharded models have an attribute `sharding` (distributed.fsdp.Sharding). PyTorch's FSDP is not imported here, because
-most runs do not shard.
+most runs do not need it.
 """
 
 import copy
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing: keep a function's inputs, run it again in the backward pass
+# activation checkpointing: keep a function's inputs, and run it again in the backward pass
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return over how many ranks a copy of the weights is sharded.
+    """Return the number of ranks per replica.
 
     Raises:
-        UserError: number of ranks not a multiple of sharding.replicas.
+        UserError: the number of ranks is not a multiple of sharding.replicas.
     """
     if num_ranks % section.replicas:
         raise UserError(
@@ -50,7 +50,6 @@ def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -59,7 +58,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor, which holds only some rows on each rank."""
+    """Return True for a DTensor, which contains only some rows on each rank."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -71,15 +70,15 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """When an FSDP unit gathers weights and sums gradients."""
+    """When an FSDP unit gathers weights and reduces gradients."""
 
     once_per_step: bool  # option sharding.once_per_step
-    # weights freed after a forward pass: vision blocks and decoder layers
+    # vision block or decoder layer, whose weights are freed after the forward pass
     is_block: bool = False
-    # sum gradients over replicas only in a step's last micro-batch; needs a gradient for each parameter in
-    # every micro-batch, because FSDP sums a unit's gradients as one tensor
+    # all-reduce gradients over replicas only in the last micro-batch; every parameter needs a gradient in every
+    # micro-batch, because FSDP reduces a unit's gradients as one tensor
     all_reduces_once: bool = False
-    was_gathered: bool = False  # a unit never gathered before cannot postpone its reduction
+    was_gathered: bool = False  # FSDP cannot postpone reduction in a unit that was never gathered
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
@@ -87,9 +86,10 @@ def communication_of(unit: "FSDPModule") -> Communication:
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Set whether FSDP gathers weights and sums gradients in the next micro-batch.
+    """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    Default: in all of them. With sharding.once_per_step: gather in the first, sum in the last micro-batch of a step.
+    By default, every micro-batch does both. With sharding.once_per_step, the first micro-batch in a step gathers
+    weights, and the last reduces gradients.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -106,7 +106,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free gathered weights after a step's last micro-batch, before the optimizer changes them."""
+    """Free gathered weights after the last micro-batch in a step, before the optimizer updates the shards."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -123,18 +123,18 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
-    """Context manager: model for sampling, without gradients.
+    """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: if True, gather full weights first, then ranks run any number of forward passes. If False,
-            gather one layer at a time: less memory, but ranks must run the same number of passes (fsdp.in_lockstep).
+        gather_weights: if True, gather all weights first, and ranks run any number of forward passes. If False, gather
+            one layer at a time: less memory, but ranks must run the same number (fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
             yield model
         return
     try:
-        # not inference_mode: gathered weights could not be trained afterwards
+        # with inference_mode, the gathered weights could not be trained afterwards
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -147,7 +147,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Context manager that replaces adapters with 16-bit copies on a GPU."""
+    """On a GPU, replace adapters by 16-bit copies in the block."""
     if not has_adapters(model):
         return nullcontext([])
     from minivlmrl.model.lora import sampling_copies
@@ -156,7 +156,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model, each rank its own rows; of an unsharded model with adapters, only the adapters.
+    """Copy a model, each rank its own shard; copies of an unsharded model with adapters share the base.
 
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.

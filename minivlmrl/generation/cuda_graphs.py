@@ -1,8 +1,8 @@
-"""Capture the decode step as a CUDA graph: one launch per token.
+"""Capture the decode step as a CUDA graph, with one launch per token.
 
-With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A graph launches the same
-kernels at once, with the same addresses. So tensors keep their size: finished completions stay in the batch, and unused
-keys are masked. Random numbers are the same as without a graph; logits may differ by rounding.
+With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A graph launches them all
+at once, but with fixed addresses. So tensors keep their size: finished completions stay in the batch, and unused keys
+are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
 """
 
 from functools import cache
@@ -15,34 +15,34 @@ from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
-HEADROOM = 2**30  # bytes of GPU memory that a capture may request from the driver
+HEADROOM = 2**30  # free GPU memory that a capture may need, in bytes
 # initial size of key and value buffers, in tokens per completion; doubled when full
 KEYS = 256
-# one stream for all captures, because every stream has its own workspaces
+# one stream for all captures, because each stream allocates workspaces
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """Attention for decoding in a CUDA graph, with tensors at constant addresses."""
+    """Attention for decoding in a CUDA graph, with tensors at fixed addresses."""
 
     check_every = 16
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # longest completion in tokens, counted on the CPU
+        self.longest = 0  # longest completion so far in tokens, counted on the CPU
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows: in a graph, tensors have a constant size."""
+        """Keep finished rows, because tensors in a graph have a fixed size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # layer by layer, so that only one layer is in memory twice
+            # grow one layer at a time, so that only one is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -57,7 +57,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """Run decode steps as a CUDA graph; on a CPU, without one."""
+    """Run decode steps as a CUDA graph; on a CPU, run them normally."""
 
     attention_type = StaticDecodeAttention
 
@@ -66,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # new graph if addresses change: other prompts or longer buffers
+        # capture a new graph if addresses change: other prompts or longer buffers
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -76,7 +76,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # first step without a graph: kernels allocate workspaces at first use
+        # first step without a graph: kernels allocate workspaces on first use
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -87,14 +87,14 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
+        # torch.cuda.graph would take up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # thread_local: other threads may use the GPU, for example to load images
+            # thread_local, because other threads may use the GPU, for example to load images
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

@@ -1,6 +1,6 @@
-"""Interface to extras/agents/: tools, environments, trajectories.
+"""Interface to tools and environments in extras/agents/.
 
-`agents` imports extras/agents/ by name, only if a recipe sets `sampling.environment`.
+extras/agents/ is imported only if a recipe sets `sampling.environment`.
 """
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
@@ -24,9 +24,9 @@ def make_sampler(
     gather_weights: bool = True,
     keeps_vision: bool = False,
 ) -> Sampler:
-    """Make the sampler for section `sampling`, with arguments as in Sampler.
+    """Make the sampler that `sampling` selects; for arguments, see Sampler.
 
-    With sampling.environment, the sampler can call tools; otherwise, sampling.engine selects it.
+    With sampling.environment, the sampler can call tools; otherwise sampling.engine determines its class.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -39,18 +39,18 @@ def check_environment(config: RunConfig):
     """Raise UserError if the environment contradicts rewards or sampling.history."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # UserError for two context window rules
+    samples_trajectories(config.sampling)  # raises UserError for conflicting context window options
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return True if every turn is sampled from its own context window."""
+    """Return True if each turn is sampled with its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
 
 
 def begin_environment(name: str | None, row: Row):
-    """Construct an environment, and reset it with the row's columns; None without a name."""
+    """Construct an environment, and reset it with a row's columns; None if `name` is None."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
@@ -60,6 +60,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count completion tokens, plus prompt tokens of later turns with their own context window."""
+    """Return the number of completion tokens, plus prompt tokens for later turns with their own context window."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

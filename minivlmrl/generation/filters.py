@@ -1,4 +1,7 @@
-"""Filter logits: repetition_penalty, temperature, top_k, top_p, min_p. docs/developer_guide.md adds a filter."""
+"""Filter logits with repetition_penalty, temperature, top_k, top_p and min_p.
+
+docs/developer_guide.md shows how to add one.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +13,7 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """Logits processor with the filters of a recipe, for one batch.
+    """Logits processor for one batch, with the filters in a recipe.
 
     Args:
         prompts: (P,) int64 token ids per prompt, for the repetition penalty.
@@ -21,13 +24,13 @@ class Filters:
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # ids that filters kept, per row and token
+        # token ids kept by the filters, for each row and position
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
-        # (R, V) bool, True if the token id occurs in the row's prompt or completion
+        # (R, V) bool, True if the token occurs in the row's prompt or completion
         self.seen: Tensor | None = None
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute scores (r, V), whose softmax is the next-token distribution."""
+        """Return scores (r, V), whose softmax is the next-token distribution."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
@@ -44,9 +47,9 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that top_k, top_p and min_p kept: in training, the softmax is over these."""
+        """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # rows may stay in the batch after their end, so there can be more masks than tokens
+            # finished rows may stay in the batch, so there may be more entries than tokens
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
@@ -59,11 +62,11 @@ class Filters:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
-    """Apply repetition penalty, temperature, top_k, top_p and min_p; at temperature 0, only the penalty.
+    """Apply repetition penalty, temperature, top_k, top_p and min_p; at temperature 0, apply only the penalty.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, True for ids in prompt or completion so far; None = no penalty.
+        seen: (r, V) bool, True for tokens in the prompt or completion so far; None = no penalty.
     Returns:
         Scores (r, V) as in transformers' generate, -inf for removed tokens.
     """
@@ -76,7 +79,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        # largest scores, descending
+        # (r, k) largest scores, descending
         largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values
         scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:

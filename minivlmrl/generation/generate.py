@@ -6,8 +6,8 @@
                        filters such as top_p: filters.py
         decode         forward pass over the newest tokens, which attend to prompt and completion
 
-A row is one completion. Every prompt has its own random generator (uniform_numbers in data/rows.py), so random numbers
-do not depend on the batch or the number of GPUs.
+A row is one completion. Each prompt has its own random generator (uniform_numbers in data/rows.py), so random numbers
+do not depend on the batch or number of GPUs.
 
 Dimensions: B prompts, G completions per prompt, R = B * G rows, r unfinished rows, V vocabulary size.
 """
@@ -36,15 +36,15 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Decode:
-    """Run a decode step, one new token per row.
+    """Run one decode step for all unfinished rows.
 
-    Subclasses: a CUDA graph (cuda_graphs.py), outputs of tools (extras/agents/).
+    Subclasses support CUDA graphs (cuda_graphs.py) and tool results (extras/agents/).
     """
 
     attention_type = DecodeAttention
 
     def __call__(self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        """Compute next-token logits (r, V) from the newest tokens `ids` (r,)."""
+        """Return next-token logits (r, V) after the newest tokens `ids` (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -64,16 +64,16 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        decode: decode step, default: Decode().
-        device: compute device, required for offloaded weights; default: that of lm_head.
+        decode: decode step, by default Decode().
+        device: compute device, by default lm_head's; required for offloaded weights.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
-    # (R,) prompt indices
+    # (R,) prompt index of each row
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    del batch  # frees image patches
+    del batch  # free the image patches
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
     # (rows, ids, logps, whether finished) per decode step
     steps = []
@@ -83,11 +83,12 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            unfinished_host = unfinished.cpu()  # the only wait for the GPU, without filters and stop strings
+            # only here does the CPU wait for the GPU, without filters and stop strings
+            unfinished_host = unfinished.cpu()
             if not unfinished_host.any():
                 break
             remaining_rows = attention.select(unfinished_host)
-            if remaining_rows is not None:  # only unfinished rows remain
+            if remaining_rows is not None:  # finished rows were removed
                 ids = ids[remaining_rows]
                 unfinished = unfinished[remaining_rows]
         attention.advance()
@@ -101,17 +102,17 @@ def prefill(
     """Run the prompts through the model, and prepare the attention for decoding.
 
     Args:
-        prompt_index: (R,) prompt indices.
+        prompt_index: (R,) prompt index of each row.
         capacity: maximum completion length, in tokens.
     Returns:
-        logits (R, V) for first tokens, attention with prompt keys and values
+        logits (R, V) for first tokens, and attention with prompt keys and values.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
-    # (B, hidden_size) hidden states at last prompt tokens
+    # (B, hidden_size) hidden states at the last prompt token
     hidden = model(batch, attention, batch.layout.last_index)
-    # (3, P) position ids per prompt
+    # (3, P) position ids for each prompt
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,) first position id of completions
+    # (B,) first completion position id
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -121,7 +122,7 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Collect the tokens from all decode steps into completions.
+    """Convert the tokens from all decode steps to completions.
 
     Args:
         steps: (rows, ids, logps, whether finished) per step, each (r,); row -1 = already finished.
@@ -129,12 +130,12 @@ def to_completions(
         num_generations completions per prompt.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # without rows -1
+    sampled = (rows >= 0).nonzero()[:, 0]  # drop finished rows
     if not logps[sampled].isfinite().all():
         raise FloatingPointError(
             "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"
         )
-    order = sampled[rows[sampled].argsort(stable=True)]  # by row, then by step
+    order = sampled[rows[sampled].argsort(stable=True)]  # sort by row, then by step
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
         completions.append(Completion(ids[index], logps[index], bool(ends[index[-1]])))
@@ -149,18 +150,18 @@ def make_token_sampler(
     logits_processor: LogitsProcessor | None = None,
     device: torch.device | str = "cpu",
 ) -> TokenSampler:
-    """Make the function that samples one token per row.
+    """Return a function that samples one token per row.
 
-    Recorded log-probabilities are log_softmax(logits / temperature) over the tokens that filters keep; greedy samples
-    use temperature 1. A repetition penalty changes samples, but not recorded log-probabilities.
+    Recorded log-probs are log_softmax(logits / temperature) over the tokens that filters keep; greedy decoding uses
+    temperature 1. A repetition penalty changes sampling, but not recorded log-probs.
 
     Args:
-        temperature: logit divisor, 0 = greedy.
+        temperature: logit divisor, 0 for greedy decoding.
         stop_ids: token ids that end a completion.
         sample: probabilities -> ids; see sample_by_uniforms.
-        logits_processor: logits -> scores for the softmax, default: logits / temperature. Filters set scores of removed
-            tokens to -inf.
-        device: logits device.
+        logits_processor: logits -> scores for the softmax, by default logits / temperature. Filters set removed tokens
+            to -inf.
+        device: where logits are.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 
@@ -179,11 +180,11 @@ def make_token_sampler(
 
 
 def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> SampleIds:
-    """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
+    """Return a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:
-        uniforms: (R, max_new_tokens) float64 in [0, 1), one per token; see inverse_cdf.
-        device: device of probabilities.
+        uniforms: (R, max_new_tokens) float64 random numbers in [0, 1); see inverse_cdf.
+        device: where probabilities are.
     """
     uniforms = to_device(uniforms, device)
 
@@ -196,8 +197,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token whose cumulative probability exceeds the random number.
 
-    Probabilities are summed as integers (multiples of 2^-52), without rounding. So tokens do not depend on device or
-    batch, and a token with probability 0 is never sampled.
+    Probabilities are summed exactly, as integer multiples of 2^-52. So sampling does not depend on device or batch, and
+    never returns a token with probability 0.
 
     Args:
         probs: (r, V) float32.
@@ -207,6 +208,6 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     # (r, V) cumulative probabilities, in units of 2^-52
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounded down, so always below the total
+    target = (uniform * units[:, -1]).long()  # rounded down, so always less than the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Sample completions as in the recipe: stop strings, sharded weights, CUDA graphs."""
+"""Sample completions with stop strings, sharded weights and CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -30,13 +30,13 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 class Sampler:
     """Sample completions with the options in `sampling`.
 
-    Subclasses are other engines: extras/vllm.py, docs/developer_guide.md.
+    Subclasses are other engines, such as extras/vllm.py; see docs/developer_guide.md.
 
     Args:
         processor: tokenizer and default stop tokens.
-        world: ranks, default: this process, on the model's device.
-        gather_weights: gather sharded weights before a rollout; see rollout_weights in distributed/weights.py.
-        keeps_vision: keep image embeddings in prompts, for reference model and training; only with a frozen tower.
+        world: ranks, by default only this process, on the model's device.
+        gather_weights: gather all sharded weights before a rollout; see rollout_weights in distributed/weights.py.
+        keeps_vision: cache image embeddings for training and the reference model; requires a frozen vision tower.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # compute device; the weights may be offloaded to another
+        # compute device; weights may be offloaded to another device
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # callback with rows (r,) and new ids (r,), for example to print them
+        # callback for row indices (r,) and new token ids (r,), for example to print them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
-        self.filters: Filters | None = None  # for the current call
+        self.filters: Filters | None = None  # filters for the current batch
         self.stop_strings: StopStrings | None = None
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample num_generations completions per prompt; all ranks must call this.
 
         Args:
-            keys: random seeds, one per prompt.
+            keys: random seed per prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -81,7 +81,7 @@ class Sampler:
         return groups
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
-        """Make the token sampler, with filters and stop strings."""
+        """Return a token sampler with filters and stop strings."""
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
         longest = max(map(len, ids), default=0)
@@ -122,7 +122,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; VLLMSampler overrides this, because vLLM computes the logits."""
+        """Sample completions with `sample_token`; VLLMSampler overrides this."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -143,7 +143,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step, a CUDA graph if the model allows one."""
+        """Return the decode step, as a CUDA graph if the model supports it."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -151,7 +151,7 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record one token per row, and return (r,) bool, True for finished rows.
+        """Record one token per row; return (r,) bool, True for finished rows.
 
         Samplers in extras/agents/ run tools here.
 
@@ -161,7 +161,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, and return (r,) bool, True if it completes a stop string."""
+        """Record one token per row; return (r,) bool, True if it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -169,7 +169,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # for other engines to override
+    # methods that other engines may override
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -177,11 +177,11 @@ class Sampler:
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum prompt + completion length in tokens, None = no limit."""
+        """Return the maximum prompt plus completion length in tokens, None = no limit."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate the memory needed only during rollouts: {name: bytes}."""
+        """Estimate the memory that the engine needs during rollouts: {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -191,11 +191,11 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise UserError if engine and policy log-probabilities differ too much.
+        """Raise UserError if engine and policy log-probs differ too much.
 
         Args:
-            rows: row per prompt, for error messages.
-            max_logp_mismatch: factor for the accepted difference.
+            rows: one row per prompt, for error messages.
+            max_logp_mismatch: factor on the tolerance.
         """
 
 
@@ -209,7 +209,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise UserError for a wrong number of completions, or NaN log-probabilities."""
+    """Raise UserError for a wrong number of completions, or NaN or infinite log-probs."""
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
         raise UserError(
@@ -227,7 +227,7 @@ def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer:
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Store image embeddings in the prompts, so that later forward passes skip the vision tower."""
+    """Cache image embeddings in the prompts, so that later forward passes skip the vision tower."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

@@ -1,6 +1,6 @@
 """Find stop strings in completions.
 
-Bytes are compared instead of tokens, because a stop string may begin or end inside a token.
+Stop strings are compared by bytes, because they may begin or end inside a token.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character: printable bytes as themselves, a space as "Ġ" (code point 288).
+# byte-level BPE writes each byte as one character: printable bytes as themselves, a space as "Ġ" (code point 288)
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# for unknown token ids: a byte that UTF-8, and so a stop string, never contains
+# stands for unknown token ids; never occurs in UTF-8, so never in a stop string
 NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
     """Return a token's UTF-8 bytes, or `missing` for an unknown id.
 
-    Example: in byte-level BPE, the token Ġcat has the bytes b" cat".
+    Example: in byte-level BPE, the token Ġcat stands for b" cat".
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
@@ -37,8 +37,8 @@ class StopStrings:
     """Find rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
     A stop string is complete once a token contains its last byte, even with more text after it: the tokens "</answ" and
-    "er>." complete </answer>, and the period remains in the completion. It may begin in the prompt, but must end in the
-    completion.
+    "er>." complete </answer>, and the period remains in the completion. A stop string may begin in the prompt, but must
+    end in the completion.
 
     Args:
         prompts: (P,) int64 prompt token ids per row.
@@ -48,17 +48,17 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        self.before: list[bytes] = []  # last bytes of text, per row
+        self.before: list[bytes] = []  # last bytes per row, enough for any stop string
         for ids in prompts:
             last_ids = ids[-self.longest :].tolist()
             self.before.append(b"".join(map(self.bytes_of, last_ids)))
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Append one token per row, and find the rows that complete a stop string.
+        """Append one token per row, and check whether it completes a stop string.
 
         Args:
             rows: (r,) row indices.
-            ids: (r,) new token per row.
+            ids: (r,) new token ids.
         Returns:
             (r,) bool, True if the token completes a stop string.
         """
@@ -68,7 +68,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # earlier text was searched before: a match contains a byte of the new token
+                # only search for matches that end in the new token
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

@@ -1,8 +1,8 @@
-"""Rewards for object detection: compare answer boxes with true boxes.
+"""Rewards for object detection: compare predicted with true boxes.
 
-True boxes (column `solution`) are in image file pixels; answer boxes may be in other units, such as thousandths of the
-image size. Boxes are matched one to one. The IoU sum is divided by the larger number of boxes, in answer or solution,
-so missing and extra boxes lower the reward.
+True boxes (column `solution`) are in image file pixels; predicted boxes may have other units, such as thousandths of
+the image size. Boxes are matched one to one. The IoU sum is divided by the larger number of boxes, so missing and extra
+boxes lower the reward.
 """
 
 import json
@@ -16,7 +16,7 @@ from minivlmrl.errors import UserError, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
-Objects = list[tuple[str, Box]]  # (label, box), label "" = not compared
+Objects = list[tuple[str, Box]]  # (label, box); label "" = no label
 NO_IMAGE = "the row has no image"
 NO_BOX = "no box was found in the answer"
 NO_SOLUTION_BOX = (
@@ -36,21 +36,21 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU of matched boxes, 0 to 1; missing and extra boxes count as 0.
 
-    Example: with two true boxes, an answer with exactly one of them gets 1/2.
+    Example: with two true boxes, an answer with exactly one gets 1/2.
 
     Args:
-        answer_texts: n answers, None = no answer.
-        solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, perhaps as text. [] or "" means no
-            object, and the answer must say so.
-        image_sizes, answer_extents: image (width, height), in file pixels and in answer units.
+        answer_texts: n answers, None = no answer found.
+        solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, possibly as a string. [] or "" means
+            that there is no object, and the answer must say so.
+        image_sizes, answer_extents: image (width, height) in file pixels, and in predicted box units.
     Returns:
-        n numbers, None for rows without image or solution.
+        n rewards, None for rows without an image or solution.
     """
     return score_boxes(mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra)
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the share of boxes with IoU >= 0.5; missing and extra boxes count as 0.
+    """Compute the fraction of boxes with IoU >= 0.5; missing and extra boxes count as 0.
 
     Example: for one true box, IoU 0.5 gives 1, and IoU 0.49 gives 0.
     """
@@ -85,7 +85,7 @@ def box_format(
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
-    """Explain a box_format reward of 0, None for reward 1."""
+    """Return why box_format is 0, or None if it is 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -104,12 +104,12 @@ def box_format_error(completion: str, extent: tuple[float, float], solution: Any
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute the IoU of two objects, 0 for different labels."""
+    """Compute the IoU of two objects, or 0 if their labels differ."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted with true objects; return IoUs of pairs, and 0 for unmatched objects."""
+    """Match predicted to true objects; return one IoU per match, and 0 for each unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -121,12 +121,12 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer> tags, or in the whole text."""
+    """Parse the boxes in the last <answer>, or else in the whole text."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return a solution as text with boxes: the text in <answer> tags, all text, or JSON."""
+    """Convert a solution to text with boxes: text in <answer> tags, the whole string, or JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 
@@ -141,13 +141,13 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute rewards from predicted and true boxes, for n answers.
+    """Compute rewards for n answers from predicted and true boxes.
 
     Args:
         measure: (predicted objects, true objects) -> reward; answers without objects get 0.
         log_extra: logs reasons for rewards below 1.
-        read: (text, image size) -> objects, for solutions and answers.
-        requirement: end of the error message for a solution without objects.
+        read: (text, image size) -> objects, to parse solutions and answers.
+        requirement: end of the error message for invalid solutions.
     """
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
@@ -176,10 +176,10 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
-    """Raise UserError if a box is over a pixel outside the image, or not in pixels.
+    """Raise UserError if a box is outside the image by more than one pixel, or not in pixels.
 
     Args:
-        solution: as in mean_iou; other solutions are accepted.
+        solution: see mean_iou; solutions without boxes are accepted.
         size: image (width, height), in file pixels.
     """
     image = "the image" if num_images == 1 else f"the first image (of {num_images})"

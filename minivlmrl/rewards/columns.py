@@ -20,9 +20,9 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments for reward functions, in addition to row columns: lists, one value per completion.
+    """Arguments for reward functions in addition to row columns; lists contain one value per completion.
 
-    None values are not passed; see docs/rewards.md.
+    None fields are not passed; see docs/rewards.md.
     """
 
     completions: list[str]
@@ -35,10 +35,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # reward names for the row, None = all
-    extras: list[dict]  # filled by log_extra
+    row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
+    extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # not lists; set by Reward.__call__
+    # set by Reward.__call__, not lists
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -54,11 +54,10 @@ def reward_columns(
     processor: Processor,
     reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
-    """Collect reward arguments for B rows with G completions each.
+    """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {name: B * G values}: row columns, None where missing, and RewardArguments, which override equally named
-        columns.
+        {name: B * G values} for row columns (None where missing) and RewardArguments, which take precedence.
     """
     flat = []
     row_of_each = []
@@ -89,7 +88,7 @@ def reward_columns(
 
 
 def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the first image's size in file pixels, and in units of answer boxes."""
+    """Return the first image's size, in file pixels and in predicted box units."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
@@ -101,7 +100,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
 
 
 def box_scale(space: str, original: Size, resized: Size) -> Size:
-    """Return the image size in box units, for example (1000, 1000).
+    """Return the image (width, height) in box units, for example (1000, 1000).
 
     Args:
         space: "original" (file pixels), "resized" (model input pixels, Qwen2.5-VL), "thousandths" (0 to 1000, Qwen2-VL
@@ -119,7 +118,7 @@ def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tenso
     """Call K reward functions on n completions.
 
     Returns:
-        (n, K) float32, NaN for None.
+        (n, K) float32 rewards, NaN where a function returned None.
     """
     values = []
     for reward in rewards:

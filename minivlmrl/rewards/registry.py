@@ -1,7 +1,7 @@
-"""Registry of reward functions; checks of arguments and return values.
+"""Registry of reward functions, with checks for arguments and return values.
 
-A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity", perhaps with keyword
-arguments: "mine.py:near(tolerance=0.05)".
+A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments may
+follow: "mine.py:near(tolerance=0.05)".
 """
 
 import inspect
@@ -24,7 +24,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, pluralize, truncate
 from minivlmrl.rewards.columns import REWARD_ARGUMENTS
 
-REWARDS: dict[str, str | Callable] = {  # name: "module:function" or function
+REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or function}
     "format": "minivlmrl.rewards.text:tag_format",
     "accuracy": "minivlmrl.rewards.text:accuracy",
     "iou": "minivlmrl.rewards.boxes:mean_iou",
@@ -36,19 +36,19 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function" or function
 # rewards that preflight.py calls before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # to call a reward again without logging
-# metrics of optimizer steps; rewards may not log these names
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # loggers that do nothing, to call a reward again
+# reserved names of step metrics
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
-# error if a function expects messages but gets a text: completion[0]["content"]
+# error if a function expects messages but gets a string: completion[0]["content"]
 READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
-# arguments passed as messages: none, or as in TRL for conversations
+# which arguments are passed as messages; TRL passes both for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
 def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
-    """Convert the arguments in `form` to messages, other prompts and completions to texts."""
+    """Convert prompts and completions to messages if `form` names them, otherwise to strings."""
     converted = {}
     for name, role in (("prompts", "user"), ("completions", "assistant")):
         conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -60,16 +60,16 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 
 
 class RewardLog:
-    """Reward arguments `trainer_state` and `log_metric`, as in TRL."""
+    """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
-        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # in optimizer steps
-        self.metrics: dict[str, list[float]] = {}  # this rank's values in the current rollout
+        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
+        self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 
     def log_metric(self, name: str, value: float):
         """Log a finite number as a metric; metrics.jsonl has the rollout mean."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # would overwrite the step's own value
+        if name in STEP_METRICS:  # would overwrite the step metric
             raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
@@ -87,26 +87,26 @@ class Reward:
     name: str
     function: Callable
     world: World = field(default_factory=World)
-    log: RewardLog | None = None  # the stage's log, None in evaluations and commands
-    max_seconds: float | None = None  # time limit per call, None = no limit
+    log: RewardLog | None = None  # training stage log, None in evaluations and commands
+    max_seconds: float | None = None  # time limit per call in seconds, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that the function requires: parameters without default."""
+        """Columns that the function requires: parameters without a default."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Return the columns that the function may read: all parameters."""
+        """Columns that the function may read: all parameters."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
-        """Return True for a user's function with a parameter such as **columns."""
-        function = getattr(self.function, "func", self.function)  # functions with options are partials
+        """True for a user's function with a parameter such as **columns."""
+        function = getattr(self.function, "func", self.function)  # functions with options are partial objects
         # functools.wraps copies __module__ but not __globals__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
@@ -114,16 +114,16 @@ class Reward:
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Copy the reward for a run: a failure on one rank raises RewardFailed on all."""
+        """Return a copy that raises RewardFailed on all ranks if it fails on one."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Compute rewards of n completions, NaN for None.
+        """Return n rewards, NaN where the function returned None.
 
         If a row lists reward names in column `row_rewards`, other rewards are NaN.
 
         Raises:
-            RewardFailed: the function failed; the message names the row.
+            RewardFailed: the reward function failed; the message names the row.
         """
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # when called by another reward function
+        for name in callbacks.keys() & columns.keys():  # set if another reward function calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -147,7 +147,7 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the function on its rows, and check the values."""
+        """Call the reward function, and check the returned values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -168,7 +168,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function; if it cannot read this form of arguments, try others."""
+        """Call the reward function; if it cannot read this form of arguments, try others."""
         try:
             return self.function(**in_form(columns, self.form) | callbacks)
         except (AttributeError, IndexError, TypeError):
@@ -179,8 +179,8 @@ class Reward:
         return self.function(**in_form(columns, form) | callbacks)
 
     def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
-        """Find the form of prompts and completions in which no text is read as messages."""
-        # "?": on an empty text, completion[0] would fail before ["content"]
+        """Find which arguments the reward function expects as messages."""
+        # "?", because completion[0] would fail on an empty string before ["content"]
         columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
         for form in FORMS:
             try:
@@ -192,7 +192,7 @@ class Reward:
         return ()
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the function per completion, and describe the first failure."""
+        """Call the reward function per completion, and describe the first failure."""
         callbacks = callbacks | QUIET
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
@@ -205,17 +205,15 @@ class Reward:
 
 
 def get_reward(name: str, max_seconds: float | None = None) -> Reward:
-    """Find a reward by name, perhaps with options: "iou" or "mine.py:near(tolerance=0.05)"."""
+    """Load a reward by name, possibly with options: "iou" or "mine.py:near(tolerance=0.05)"."""
     return Reward(name, resolve_function("reward", name, REWARDS), max_seconds=max_seconds)
 
 
 def training_rewards(config: RunConfig) -> list[Reward]:
-    """Return the rewards in section `rewards`."""
     return [get_reward(name, config.max_reward_seconds) for name in config.rewards]
 
 
 def held_out_rewards(config: RunConfig) -> list[Reward]:
-    """Return the rewards for evaluations on held-out rows."""
     return [get_reward(name, config.max_reward_seconds) for name in config.eval_rewards]
 
 
@@ -224,9 +222,9 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert returned values to floats, NaN for None."""
+    """Convert returned rewards to floats, None to NaN."""
     try:
-        # wrong types, even with the right length
+        # reject these types even if their length is right
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -251,15 +249,15 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 
 def plain_value(value: Any) -> float | str | None:
-    """Convert a scalar tensor or array to a Python value; keep other values."""
+    """Convert a scalar tensor or array to a Python number; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
-    """Log a value per completion, as TRL's log_extra(column, values).
+    """Log one value per completion, like TRL's log_extra(column, values).
 
-    Column "why" has reasons per reward, for example {"format": "no <answer>"}. Values other than numbers, texts and
-    None are logged as str(value), because the log is JSON.
+    Column "why" has a reason per reward, for example {"format": "no <answer>"}. Values that JSON lacks are logged as
+    str(value).
     """
     if len(values) != len(extras):
         raise UserError(

@@ -5,10 +5,11 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-It may return None if it cannot score a completion. If all rewards are None, the advantage is 0, and the group mean
-leaves the completion out. Recipes give rewards weights, for example {accuracy: 1.0}; all names: rewards/registry.py.
+It may return None for a completion that it cannot score. If all its rewards are None, the completion has advantage 0,
+and does not count in the group mean. Recipes give rewards weights, for example {accuracy: 1.0}. For names, see
+rewards/registry.py.
 
-A reward may give reasons: log_extra("why", reasons), one text or None per completion.
+A reward may give reasons with log_extra("why", reasons), one string or None per completion.
 """
 
 import re
@@ -19,7 +20,7 @@ from typing import Any
 from minivlmrl.data.markup import PLAIN_SIGNS, read_json
 from minivlmrl.errors import UserError, truncate
 
-LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
+LogExtra = Callable[[str, list], None]  # log_extra(column, values), as in TRL
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ANY_TAG = re.compile("|".join(TAGS))
@@ -30,7 +31,7 @@ NO_SOLUTION = "the row has no solution"
 def tag_format(completions: list[str], log_extra: LogExtra | None = None, **columns) -> list[float]:
     """Return 1.0 for completions <think>...</think><answer>...</answer>, else 0.0.
 
-    All tags must occur once, with text inside.
+    Each tag must occur exactly once, with text inside.
     """
     reasons = [format_error(completion) for completion in completions]
     if log_extra is not None:
@@ -39,7 +40,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Explain why a completion is not <think>...</think><answer>...</answer>, None if it is."""
+    """Return what differs from <think>...</think><answer>...</answer> in a completion, or None."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -58,13 +59,13 @@ def format_error(completion: str) -> str | None:
 def accuracy(
     answer_texts: list[str | None], solution: list, log_extra: LogExtra | None = None, **columns
 ) -> list[float | None]:
-    """Return 1.0 for answers equal to the solution, else 0.0.
+    """Return 1.0 for answers that equal the solution, else 0.0.
 
     Case, repeated whitespace and final periods are ignored; JSON objects and lists are compared by value. Rows without
     a solution get None.
 
     Raises:
-        UserError: the solution is an object, or a list with other items than numbers.
+        UserError: the solution is an object, or a list with other values than numbers.
     """
     rewards = []
     reasons = []
@@ -87,7 +88,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True for equal JSON objects or lists, in any order of keys."""
+    """Return True if both strings are the same JSON object or list, ignoring key order."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and read_json(answer) == value
@@ -99,7 +100,7 @@ def solution_text(solution: Any) -> str:
     """Convert a solution to text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        UserError: the solution is an object, a list with other items than numbers, or a list with one number.
+        UserError: the solution is an object, a list with other values than numbers, or a list with one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]
@@ -119,11 +120,11 @@ def solution_text(solution: Any) -> str:
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
-    """Extract the answer from a completion, None = no answer.
+    """Extract the answer from a completion, or None if there is none.
 
     Args:
-        where: "tags" = text in the last <answer>...</answer>, "whole" = all text after the last </think>, "last_line" =
-            its last line.
+        where: "tags" for text in the last <answer>...</answer>, "whole" for text after the last </think>, "last_line"
+            for its last line.
     """
     if where == "tags":
         return last_answer(completion)
@@ -135,7 +136,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Return the text in the last <answer>...</answer>, or None."""
-    # not a regular expression, which takes quadratic time for many <answer> tags
+    # a regular expression would take quadratic time for many <answer> tags
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:
@@ -146,7 +147,7 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Accents are joined to letters (NFC), as in Qwen's tokens; full-width and typographic characters become plain ones.
+    Text is normalized to NFC, as in Qwen tokenizers; full-width and typographic characters become ASCII.
     """
     answer = last_answer(text)
     words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()

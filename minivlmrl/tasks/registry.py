@@ -1,4 +1,4 @@
-"""Registry of tasks, which generate their data; example of your own: recipes/fashion.py."""
+"""Registry of tasks, which provide their own data; for an example, see recipes/fashion.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,22 +7,22 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset, enough to never repeat one
+# rows per generated dataset, so many that none repeats
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A generated task: rows, tokenizer, and guessing accuracy."""
+    """A task: datasets, tokenizer and chance accuracy."""
 
     # datasets(data, seed) -> ({key of NEEDS in run/datasets.py: training rows}, held-out rows, equal for all seeds);
-    # `data` is the recipe's section. Further parameters are task options, as in shapes(pairs=8).
+    # `data` is the recipe section. Other parameters are task options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # small tokenizer, trained on all task texts
-    chance: float  # accuracy without seeing the image
+    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
+    chance: float  # accuracy of guessing without the image
 
 
-# name: Task or "module:NAME"; scripts may add tasks
+# {name: Task or "module:NAME"}, to which scripts may add tasks
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
@@ -30,7 +30,7 @@ def get_task(name: str) -> Task:
     """Return a task by name, such as "shapes" or "shapes(pairs=8)".
 
     Args:
-        name: key in TASKS, file.py:NAME or package.module:NAME, perhaps with options.
+        name: key in TASKS, file.py:NAME or package.module:NAME, possibly with options.
     Raises:
         UserError: unknown task or option.
     """

@@ -1,9 +1,9 @@
 """Default task: name color and shape in a small image.
 
-A prompt has one image, and the answer names one of 12 classes (6 colors x 2 shapes):
+Each prompt has one image, and the answer is one of 12 classes (6 colors x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
-Half the demonstrations have a random label, so accuracy is low after SFT and GRPO can still raise it.
+Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can raise it.
 """
 
 import random
@@ -33,22 +33,22 @@ LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
 PROBLEM = "What is it?"
 SIZE = 56  # image width and height in pixels
-OBJECT_SIZES = (32, 52)  # object width in pixels, smallest and largest
+OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset whose images are drawn from seed and row index when read.
+    """Dataset that draws images on access, determined by seed and row index.
 
-    `solution` and `chosen` are always correct; `rejected` is from make_rejected.
+    `solution` and `chosen` are always correct, while make_rejected makes `rejected`.
     """
 
-    size: int  # rows
+    size: int  # number of rows
     seed: int | str
-    wrong_labels: float = 0.0  # fraction with a random label
+    wrong_labels: float = 0.0  # fraction of random labels
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # False: demonstrations are only the label
+    tags: bool = True  # if False, demonstrations are only the label
 
     def __len__(self) -> int:
         return self.size
@@ -71,7 +71,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer: wrong color or shape, contradicting thought, or missing characters."""
+    """Make a rejected answer: wrong color, wrong shape, contradictory reasoning, or missing characters."""
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]
@@ -95,7 +95,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
     color, shape = label.split()
-    right = left + side - 1  # PIL includes the last pixel
+    right = left + side - 1  # PIL draws the last pixel as well
     bottom = top + side - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
@@ -106,7 +106,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer, about 370 tokens, on all task texts."""
+    """Train a byte-level BPE tokenizer with about 370 tokens on all text in the task."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -122,9 +122,9 @@ def datasets(
 
     Args:
         data: recipe section `data`.
-        demonstrations: rows for SFT.
-        wrong_demonstrations: fraction with a random label.
-        pairs: rows for DPO and the reward model.
+        demonstrations: SFT rows.
+        wrong_demonstrations: fraction of random labels in SFT.
+        pairs: DPO and reward model rows.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {

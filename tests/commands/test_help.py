@@ -20,7 +20,7 @@ def test_every_option_is_listed_once_with_a_description(capsys):
 def test_one_section(capsys):
     page.print_options("sampling")
     out = capsys.readouterr().out
-    assert "  --sampling.top_k=0\n        int" in out and "tokens that are as likely as the k-th" in out
+    assert "  --sampling.top_k=0\n        int" in out and "including ties with the k-th" in out
     assert "--grpo." not in out and "--seed" not in out
 
 
