@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import random
+import re
 import shutil
 import subprocess
 import tempfile
@@ -64,7 +65,9 @@ NAMES = {
     "opd": "on-policy distillation",
     "papo": "PAPO",
     "dppo": "DPPO",
+    "reference_sums": "reference sums computed beforehand",
 }
+BASES = COMPARED | {"reference_sums": "dpo"}
 METHODS = ["grpo", "dpo", *COMPARED]
 
 
@@ -209,34 +212,35 @@ def ending(curves: dict, method: str) -> str:
     if not common_seeds(curves, method):
         return ""
     alt = f"Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[COMPARED[method]]}"
-    return f"\n[![{alt}]({method}.svg)](README.md#what-was-measured)\n"
+    return f"\n[![{alt}]({method}.svg)](README.md#pages-and-results)\n"
+
+
+def changed_lines(page: str) -> int:
+    """Count the lines that a page's diff removes or adds."""
+    return len(re.findall(r"^[+-](?!\+\+ |-- )", (FOLDER / f"{page}.md").read_text().partition("```diff\n")[2], re.M))
 
 
 def table(curves: dict, blind: dict) -> str:
     seeds = sorted(curves.get("grpo", {}), key=int)
     rows = []
-    for method in METHODS:
-        if seeds and curves.get(method, {}).keys() >= {*seeds}:
-            name = f"[{NAMES[method]}]({method}.md)" if method in COMPARED else NAMES[method]
-            base = NAMES[COMPARED[method]] if method in COMPARED else ""
-            accuracy = spread([curves[method][seed][-1] for seed in seeds])
-            gray = spread([blind[method][seed] for seed in seeds if seed in blind.get(method, {})])
-            rows.append(f"| {name} | {base} | {accuracy} | {gray} |")
-    if not rows:
-        return ""
+    for method in [*METHODS, "reference_sums"]:
+        is_page = method not in ("grpo", "dpo")
+        name, lines = (f"[{NAMES[method]}]({method}.md)", changed_lines(method)) if is_page else (NAMES[method], "")
+        runs = curves.get(method, {})
+        accuracy = spread([runs[seed][-1] for seed in seeds]) if runs.keys() >= {*seeds} else ""
+        gray = spread([blind[method][seed] for seed in seeds if seed in blind.get(method, {})])
+        rows.append(f"| {name} | {lines} | {NAMES.get(BASES.get(method), '')} | {accuracy} | {gray} |")
     return (
-        f"""## What was measured
+        f"""## Pages and results
 
-These diffs train, but a tiny task and {len(seeds)} seeds do not show which method is better for your model. For each
+The diffs train, but a tiny task and {len(seeds)} seeds do not show which method is better for your model. For each
 seed, all methods start from the same model after 40 SFT steps, and train for {STEPS} steps. GSPO, CISPO and DPPO run
-with [several steps](several_steps.md), and the GRPO model is the teacher in on-policy distillation. No option was
-tuned for a method.
+with several steps per rollout, and the GRPO model is the teacher in on-policy distillation. No option was tuned for a
+method. Accuracy: two sampled answers to each of {HELD_OUT} images in the built-in task, mean (lowest to highest) over
+the seeds; a guess has 0.08. With gray images, only some runs were measured.
 
-Accuracy: two sampled answers to each of {HELD_OUT} images in the built-in task, mean (lowest to highest) over the
-seeds. A guess has 0.08. With gray images, only some runs were measured.
-
-| method | compare with | accuracy | with gray images |
-|---|---|---|---|
+| page | changed lines | compare with | accuracy | with gray images |
+|---|---|---|---|---|
 """
         + "\n".join(rows)
         + """
@@ -256,7 +260,7 @@ def written(curves: dict, blind: dict) -> dict[str, str]:
         if common_seeds(curves, method):
             texts[f"{method}.svg"] = picture(curves, method)
     readme = (FOLDER / "README.md").read_text()
-    texts["README.md"] = readme.partition("## What was measured")[0] + table(curves, blind)
+    texts["README.md"] = readme.partition("## Pages and results")[0] + table(curves, blind)
     return texts
 
 

@@ -25,7 +25,7 @@ from minivlmrl.extras.parity import audit, step
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 PAGE = Path(__file__).parents[1] / "museum.md"
 SECTION = re.compile(r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n", re.MULTILINE)
-ROW = re.compile(r"^\| \d+ \|.+\| (\w+) \| ([\w ]+) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \d+ \| (\w+) \| ([\w ]+) \| (.+) \|$", re.MULTILINE)
 
 
 class Exhibit(NamedTuple):

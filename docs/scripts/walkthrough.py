@@ -27,14 +27,14 @@ OPTIONS = Namespace(**vars(GRPO) | {"prompts_per_step": 1, "num_generations": 8}
 HEAD = """\
 # Walkthrough
 
-In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. Sections below show
-their tensors for one image and one question: shape, dtype and first values. `python -m docs.scripts.step` writes
-docs/step.html, which shows [each line](scripts/step.py) next to its tensors:
+In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. A section shows the
+tensors of one: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html, which shows [each
+line](scripts/step.py) next to its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
-All numbers come from minimal.py's tiny model after only 15 SFT steps, when its completions still differ. The weights
-are float64, so other machines print the same numbers.
+The numbers come from the tiny model after only 15 SFT steps, when its completions still differ, in float64, so that
+other machines print the same.
 
 ![A GRPO step as a flow chart](images/step.svg)
 
@@ -42,10 +42,9 @@ Sizes: P patches, L prompt tokens, G completions, and T tokens in the longest co
 """
 # sections: title, function, variables to print, and text, in which names in braces become numbers
 SECTIONS = """\
-# Patches: patchify image frames patches
-`patchify` cuts the image into {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x
-{side} = {numbers} normalized values, because a still image has two equal frames. The four patches for one image token
-are adjacent rows.
+# Patches: patchify image patches
+The image becomes {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x {side} = {numbers}
+normalized values, because a still image has two equal frames. The four patches for one image token are adjacent rows.
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
@@ -54,9 +53,9 @@ The chat template puts the question into a conversation, with a placeholder `<|i
 image tokens.
 
 # Positions: mrope_positions
-A token has three positions: time, row and column. For text tokens, they are equal, and rise by 1 from token to token.
-If an image begins at position p, its token in row i and column j has the positions p, p + i and p + j. Text after the
-image continues from the largest position ([picture](images/mrope.svg)).
+A token has three positions: time, row and column, which are equal in text. If an image begins at position p, its token
+in row i and column j has the positions p, p + i and p + j. Text after it continues from the largest position
+([picture](images/mrope.svg)).
 
 # Vision tower: Vision.forward patches return
 Two blocks turn patches into vectors. In the first, a patch attends only to patches in its window, in the second to the
@@ -64,18 +63,18 @@ whole image. A small MLP, the merger, turns four patches into one image token, a
 
 ![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
-# Language model: QwenVL.forward angles mask x
-Image tokens replace the placeholders' embeddings. A token's three positions give the angles for its rotary embedding.
-The causal mask lets a token attend to itself and the tokens before it. The decoder layers return one hidden state per
-token, and keep the prompt's keys and values, which all completions use.
+# Language model: QwenVL.forward mask x
+Image tokens replace the placeholders. A token's three positions give the angles for its rotary embedding, and the
+causal mask lets it attend to itself and earlier tokens. The decoder returns one hidden state per token, and keeps the
+prompt's keys and values for all completions.
 
 # Completions: sample probabilities
-The model processes the prompt once. Then `sample` adds one token at a time to the {G} completions, until all have
-ended. The mask is False after a completion's end.
+The model processes the prompt once, and then adds one token at a time to the {G} completions, until all have ended. The
+mask is False after the end.
 
 # Log-probabilities: log_probabilities states logits return
-The hidden state before a token gives {vocab} logits, one per vocabulary token. A token's log-probability is its logit
-minus the logsumexp over all logits. In this picture, darker tokens had lower log-probabilities:
+The hidden state before a token gives {vocab} logits, one per vocabulary token. The log-probability is the token's logit
+minus the logsumexp over all. Darker tokens had lower ones:
 
 ![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
 
@@ -83,25 +82,23 @@ minus the logsumexp over all logits. In this picture, darker tokens had lower lo
 A completion gets 0.5 for well-formed tags, and 1 more for the right answer, here {solution!r}:
 
 # Advantages: group_advantages return
-A completion's advantage is (reward - mean) / (standard deviation + 0.0001), with mean and standard deviation over its
-group.
+The advantage is (reward - mean) / (standard deviation + 0.0001), over the group.
 
-# Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and the KL is 0. The loss
-is about 0, because advantages in a group add up to 0, but [its gradient is not 0](metrics.md#why-is-my-loss-0).
+# Loss: grpo_loss ratio log_ref_ratio loss
+In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and KL and loss are about
+0, but [the gradient is not](metrics.md#why-is-my-loss-0).
 
 # Update: train
 The gradient reaches every module, the vision tower through the image tokens. AdamW changes each weight by about the
-learning rate, {learning_rate:g}. Right answers become likelier, and completions without tags such as `<answer>` less
-likely. A wrong answer with tags may also become likelier, because right answers contain the same tags.
+learning rate, {learning_rate:g}. Right answers become likelier, and completions without tags less likely. A wrong
+answer with tags may also become likelier, because right answers contain the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
 FOOT = """
 ## In the package
 
-`train.py` computes the same losses and gradients with fewer operations. It packs a step's prompts and completions into
-one sequence:
+`train.py` computes the same with fewer operations. It packs prompts and completions of a step into one sequence:
 
 ![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
 
@@ -194,7 +191,7 @@ def clean(value: float) -> str:
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
-def shown(name: str, value, count: int = 5) -> str:
+def shown(name: str, value, count: int = 3) -> str:
     """Format a value in one line: name, and for a tensor shape, dtype and first `count` numbers."""
     if isinstance(value, list):
         value = torch.tensor(value)

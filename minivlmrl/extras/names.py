@@ -1,4 +1,4 @@
-"""Suggest options for unknown names, from tables in docs/coming_from.md and docs/changelog.md."""
+"""Suggest options for unknown names, from tables in docs/coming_from.md and other_names.md."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,11 @@ from minivlmrl.errors import PACKAGE
 CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
-PAGES = "docs/coming_from.md", "docs/changelog.md"
+FILES = (
+    PACKAGE / "docs" / "coming_from.md",  # in a wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # in a clone
+    PACKAGE / "extras" / "other_names.md",
+)
 NO_OPTION = "minivlmrl has no such option"
 
 
@@ -25,9 +29,8 @@ class Answer(NamedTuple):
 
 @cache
 def read_tables() -> dict[str, list[Answer]]:
-    """Read the tables on both pages, as {name: rows}."""
-    pages = [folder / page for folder in (PACKAGE, PACKAGE.parent) for page in PAGES]  # wheel, then clone
-    text = "".join(page.read_text(encoding="utf-8") for page in pages if page.is_file())
+    """Read the tables, as {name: rows}."""
+    text = "".join(file.read_text(encoding="utf-8") for file in FILES if file.is_file())
     found, title = defaultdict(list), ""
     for line in text.splitlines():
         cells = [LINK.sub(r"\1", cell).strip() for cell in CELLS.split(line)[1:-1]]

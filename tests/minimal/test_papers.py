@@ -49,8 +49,8 @@ def test_a_page_has_one_short_diff(page):
 
 
 def test_the_table_names_each_page_with_its_changed_lines():
-    text = (FOLDER / "README.md").read_text().partition("## What was measured")[0]
-    rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \|.*?\| (\d+) \|", text, re.MULTILINE)
+    text = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \| (\d+) \|", text, re.MULTILINE)
     assert {page: int(count) for page, count in rows} == {page: changed_lines(page) for page in PAGES}
 
 
@@ -65,11 +65,11 @@ def test_the_table_has_the_mean_and_the_range_over_seeds(tmp_path):
     blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
     texts = papers.written(curves, blind)
     assert texts["rloo.md"].endswith(
-        "\n```\n\n[![Accuracy over 60 steps: RLOO and GRPO](rloo.svg)](README.md#what-was-measured)\n"
+        "\n```\n\n[![Accuracy over 60 steps: RLOO and GRPO](rloo.svg)](README.md#pages-and-results)\n"
     )
-    assert "| GRPO |  | 0.30 (0.20 to 0.40) | 0.10 |\n" in texts["README.md"]
-    assert "| [RLOO](rloo.md) | GRPO | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) |\n" in texts["README.md"]
-    assert "[PPO](ppo.md) | GRPO" not in texts["README.md"]
+    assert "| GRPO |  |  | 0.30 (0.20 to 0.40) | 0.10 |\n" in texts["README.md"]
+    assert "| [RLOO](rloo.md) | 15 | GRPO | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) |\n" in texts["README.md"]
+    assert "| [PPO](ppo.md) | 36 | GRPO |  |  |\n" in texts["README.md"]
     assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     for name, text in texts.items():  # written twice, the files are the same

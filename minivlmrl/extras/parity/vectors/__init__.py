@@ -1,6 +1,6 @@
 """Read losses and gradients that were recorded from TRL. Copy this folder into a project in any framework.
 
-The folder needs NumPy and safetensors. docs/library.md in minivlmrl describes the tensors and options of a case.
+The folder needs NumPy and safetensors. README.md describes the tensors and options of a case.
 """
 
 import json
