@@ -49,8 +49,7 @@ normalized values, because a still image has two equal frames. The four patches 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
 # Prompt: render ids
-The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each of the {merged}
-image tokens.
+The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each image token.
 
 # Positions: mrope_positions
 A token has three positions: time, row and column, which are equal in text. If an image begins at position p, its token
@@ -58,8 +57,8 @@ in row i and column j has the positions p, p + i and p + j. Text after it contin
 ([picture](images/mrope.svg)).
 
 # Vision tower: Vision.forward patches return
-Two blocks turn patches into vectors. In the first, a patch attends only to patches in its window, in the second to the
-whole image. A small MLP, the merger, turns four patches into one image token, a vector as wide as a word embedding.
+In the first of two blocks, a patch attends only to patches in its window, in the second to the whole image. A small
+MLP, the merger, turns four patches into one image token, a vector as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
@@ -152,7 +151,7 @@ def facts() -> dict:
     """Return {name: number} for names in braces in docs/walkthrough.md."""
     group, patches = numbers()["grpo"], numbers()["patchify"]
     counts = {"P": len(patches["patches"]), "side": patches["patch"], "numbers": patches["patches"].shape[1]}
-    counts |= {"merged": len(patches["patches"]) // 4, "vocab": numbers()["log_probabilities"]["logits"].shape[-1]}
+    counts |= {"vocab": numbers()["log_probabilities"]["logits"].shape[-1]}
     counts |= {
         "G": OPTIONS.num_generations,
         "solution": group["row"]["solution"],

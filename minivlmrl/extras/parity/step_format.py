@@ -1,6 +1,6 @@
 """File format of a recorded optimizer step: tensor names, and types and bounds of step.json fields.
 
-docs/library.md explains all tensors and fields, and says which are required.
+docs/library.md explains the tensors, and says which are required.
 """
 
 from dataclasses import dataclass, field
@@ -88,14 +88,14 @@ OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 @dataclass
 class OptimizerFields:
-    name: str = ""
+    name: str = ""  # adamw
     learning_rate: Finite = 0.0
     betas: tuple[Finite, Finite] = (0.9, 0.999)
     eps: Finite = 1e-8
     weight_decay: Finite = 0.0
     max_grad_norm: Finite | None = None
-    step: Count = 1
-    no_decay: list[str] = field(default_factory=list)
+    step: Count = 1  # of the optimizer, from 1
+    no_decay: list[str] = field(default_factory=list)  # parameters without weight decay
 
 
 @dataclass
@@ -104,15 +104,15 @@ class ScheduleFields:
     learning_rate: Finite = 0.0
     warmup_steps: Annotated[int, ">= 0"] = 0
     max_steps: Annotated[int, ">= 0"] = 0
-    step: Annotated[int, ">= 0"] = 0
-    rates: list[Finite] = field(default_factory=list)
+    step: Annotated[int, ">= 0"] = 0  # of the scheduler, from 0
+    rates: list[Finite] = field(default_factory=list)  # of earlier steps
 
 
 @dataclass
 class StepFields:
     """Fields that `parity` reads from step.json; all are optional."""
 
-    loss: dict = field(default_factory=dict)
+    loss: dict = field(default_factory=dict)  # options of grpo_loss, dpo_loss or sft_loss
     num_generations: Count | None = None
     scale_rewards: Literal["group", "batch", "none"] | None = None
     reward_weights: list[Finite] | None = None
@@ -126,6 +126,7 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
+    # divisors of the loss, if they are not totals of one step
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
@@ -133,12 +134,13 @@ class StepFields:
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
+    # folders inside the step, or "../{}/", where {} is the step that sampled the row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
     dtype: Dtype = "float64"
     autocast: Literal["bfloat16", "float16"] | None = None
-    some: bool = False
+    some: bool = False  # only some parameters were recorded
     training: list[str] = field(default_factory=list)
 
 
