@@ -750,12 +750,12 @@ with Ctrl-C, and run --sft on rows with "completion", for example
 
 def report(stage, step, max_steps, metrics):
     """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
-    mean = torch.stack([metric.mean() for metric in metrics]).mean()
-    text = f"{stage.__name__} step {step} of {max_steps}: {mean:.3f}"
-    if stage is grpo and all((rewards == rewards[0]).all() for rewards in metrics):
+    values = torch.stack(metrics)  # rewards (rows, G) or losses (rows,)
+    text = f"{stage.__name__} step {step} of {max_steps}: {values.mean():.3f}"
+    if stage is grpo and (values == values[:, :1]).all():
         text += ", all completions of a prompt earned the same, so the rewards taught nothing"
     print(text, flush=True)
-    if stage is grpo and step == 1 and not torch.cat(metrics).any():
+    if stage is grpo and step == 1 and not values.any():
         print(NO_REWARD, flush=True)
 
 
@@ -763,8 +763,7 @@ def report(stage, step, max_steps, metrics):
 
 # files that a trained model keeps from its folder
 KEPT = ["config.json", "generation_config.json", "*processor_config.json", "chat_template.*"]
-KEPT += ["tokenizer*.json", "vocab.json", "merges.txt", "added_tokens.json"]
-KEPT += ["special_tokens_map.json"]
+KEPT += ["tokenizer*.json", "*_tokens*.json", "vocab.json", "merges.txt"]
 # values that transformers leaves out of a saved vision_config, because they are its defaults
 VISION_DEFAULTS = {
     "depth": 32,
@@ -806,9 +805,8 @@ def require(condition, message):
 def refuse_other(file, settings):
     """Raise InputError if a file has a setting with another value than ONLY."""
     for key, only in ONLY.items():
-        value = settings.get(key)
-        message = f"{file}: {key} is {value!r}, but minimal.py only computes {only!r}"
-        require(value in (None, only), message)
+        message = f"{file}: {key} is {settings.get(key)!r}, but minimal.py only computes {only!r}"
+        require(settings.get(key) in (None, only), message)
 
 
 def read_json(file):
@@ -833,10 +831,7 @@ def read_config(folder) -> dict:
     require(kind in ("default", "mrope"), f"{file}: minimal.py cannot compute the rope {kind!r}")
     refuse_other(file, config)
     refuse_other(file, vision)
-    config["vision_config"] = vision
-    config["mrope_section"] = rope["mrope_section"]
-    config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
-    return config
+    return {**config, **rope, "vision_config": vision}  # with mrope_section and rope_theta
 
 
 def read_files(folder) -> dict[str, bytes]:
@@ -853,23 +848,20 @@ def read_files(folder) -> dict[str, bytes]:
 
 def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
     """Return the smallest and largest area of an image, and note them for the saved folder."""
-    pixels = None
-    for name in ("processor_config.json", "preprocessor_config.json"):  # of transformers 5 and 4
-        content = json.loads(files.get(name, "{}"))
-        images = content if name.startswith("pre") else content.get("image_processor")
-        if not images:
-            continue
-        file = folder / name
-        refuse_other(file, images)
-        low = images.get("min_pixels") or images["size"]["shortest_edge"]
-        high = max_pixels or images.get("max_pixels") or images["size"]["longest_edge"]
-        require(low <= high, f"{file}: an image has at least {low} pixels, but at most {high}")
-        size = {"shortest_edge": low, "longest_edge": high}
-        images.update(min_pixels=low, max_pixels=high, size=size)
-        files[name] = json.dumps(content, indent=2).encode()
-        pixels = low, high
-    require(pixels, f"{folder}/preprocessor_config.json cannot be read")
-    return pixels
+    name = "processor_config.json"  # of transformers 5
+    content = json.loads(files.get(name, "{}"))
+    images = content.get("image_processor")
+    if images is None:
+        name = "preprocessor_config.json"
+        content = images = read_json(folder / name)
+    refuse_other(folder / name, images)
+    low = images.get("min_pixels") or images["size"]["shortest_edge"]
+    high = max_pixels or images.get("max_pixels") or images["size"]["longest_edge"]
+    require(low <= high, f"{folder / name}: an image has {low} or more pixels, but at most {high}")
+    size = {"shortest_edge": low, "longest_edge": high}
+    images.update(min_pixels=low, max_pixels=high, size=size)
+    files[name] = json.dumps(content, indent=2).encode()
+    return low, high
 
 
 def read_weights(folder, device, dtype) -> dict[str, Tensor]:
@@ -966,14 +958,13 @@ def check_row(row, answers):
     for field in REFUSED:
         require(not row.get(field), f"minimal.py does not read {field!r}; train.py reads such rows")
     for field in ("problem", *answers):
-        require(field in row, f"the row has {[*row]}, but no {field!r}")
-        value = row[field]
         kinds = (str, int, float) if field == "solution" else str
-        require(isinstance(value, kinds), f"{field!r} is {value!r:.80}, but it must be a text")
-        has_text = field == "problem" or str(value).strip()
-        require(has_text, f"{field!r} is empty; write its text or remove the row")
+        value = row.get(field)
+        has_text = isinstance(value, kinds) and (field == "problem" or str(value).strip())
+        require(has_text, f"{field!r} must be a text and not empty, but the row is {row!r}")
     has_answer = "solution" not in answers or plain(row["solution"])
     require(has_answer, f"no answer can equal the 'solution' {row.get('solution')!r}")
+    require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")
 
 
 def find_images(row, folder) -> list[Path]:
@@ -986,12 +977,11 @@ def find_images(row, folder) -> list[Path]:
         with PIL.Image.open(path) as image:
             # Pillow would make nearly all pixels of 16 or 32 bits white or black.
             require(image.mode[0] not in "IF", f"{path}: save the image with 8 bits per color")
-            long, short = max(image.size), min(image.size)
-            require(long <= 200 * short, f"{path} is more than 200 times as long as wide")
+            is_long = max(image.size) > 200 * min(image.size)
+            require(not is_long, f"{path} is more than 200 times as long as wide")
     places = row["problem"].count("<image>")
-    is_whole = places in (0, len(paths))
-    require(is_whole, f"'problem' has {places} <image>, but the row's images are {len(paths)}")
-    require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")
+    message = f"'problem' has {places} <image>, but the row's images are {len(paths)}"
+    require(places in (0, len(paths)), message)
     return paths
 
 
@@ -1005,7 +995,8 @@ def find_template(rows, answers) -> str:
 def read_rows(file, answers) -> tuple[list[dict], str]:
     """Read rows from JSON Lines, in which image paths are relative to the file, and a template."""
     rows = []
-    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
+    lines = Path(file).read_bytes().split(b"\n")  # a question may have other separators of lines
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -1099,9 +1090,7 @@ def draw_row(wrong=0.0) -> dict:
     other = random.choice([name for name in LABELS if name != label])
     image = draw_object(*label.split())
     right = tagged(label)
-    completion = right
-    if random.random() < wrong:
-        completion = tagged(random.choice(LABELS))
+    completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
     # A rejected answer names another object (maybe only in <answer>), or lacks up to 4 letters.
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
@@ -1202,8 +1191,8 @@ def read_options() -> argparse.Namespace:
     add("--output_dir", default="runs/minimal", help="folder for the trained model")
     options = parser.parse_args()
     if not options.folder:  # the model is tiny, and its weights are nearly random
-        tiny = {"max_steps": 160, "learning_rate": 3e-4, "warmup_steps": 5, "max_new_tokens": 20}
-        parser.set_defaults(**tiny, beta=0.02)
+        parser.set_defaults(max_steps=160, learning_rate=3e-4, warmup_steps=5)
+        parser.set_defaults(max_new_tokens=20, beta=0.02)
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
     options = parser.parse_args()  # once more, with the defaults of this run
@@ -1220,14 +1209,13 @@ def read_options() -> argparse.Namespace:
 
 def check_space(model, folder):
     """Refuse a model that cannot be trained on its GPU, or be saved in the folder at the end."""
-    size = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e9
+    size = sum(weight.nbytes for weight in model.parameters()) / 1e9
     if model.lm_head.weight.is_cuda:  # weights, gradients and AdamW's two states
         gpu = torch.cuda.mem_get_info()[1] / 1e9
         lora = "recipes/own_data_one_card.yaml needs less, because train.py trains with LoRA"
         require(4 * size < gpu, f"training needs over {4 * size:.0f} GB of {gpu:.0f} GB; {lora}")
     free = shutil.disk_usage(folder).free / 1e9
-    sizes = f"{free:.3f} GB are free, but the trained model has {size:.3f} GB"
-    require(size < free, f"{folder}: {sizes}")
+    require(size < free, f"{folder} has {free:.3f} GB free, but the model needs {size:.3f} GB")
 
 
 def save_last(model, options):
@@ -1244,8 +1232,8 @@ def save_last(model, options):
     print(f"saved {folder}")
     if options.folder:
         command = "evaluate" if options.stage is grpo else "generate"
-        words = ["python", "-m", "minivlmrl", command, "--model", folder, "--data", options.rows]
-        print(f"next, in a clone of minivlmrl: {shlex.join(words)}")
+        files = shlex.join(["--model", folder, "--data", options.rows])
+        print(f"next, in a clone of minivlmrl: python -m minivlmrl {command} {files}")
 
 
 def main():

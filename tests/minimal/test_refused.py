@@ -64,28 +64,28 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
     ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
-    ({"problem": None}, GRPO, "but no 'problem'"),
-    ({"completion": None}, SFT, "but no 'completion'"),
-    ({"rejected": None}, DPO, "but no 'rejected'"),
+    ({"problem": None}, GRPO, "'problem' must be a text and not empty, but the row is {'image': 'a.png', 'solution': '2'"),
+    ({"completion": None}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
+    ({"rejected": None}, DPO, "'rejected' must be a text and not empty, but the row is {'image'"),
     ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
     ({"problem": "What is in <video>?"}, GRPO, "'problem' has <video>; train.py reads videos"),
     ({"image": "long.png"}, SFT, "long.png is more than 200 times as long as wide"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
-    ({"problem": 5}, GRPO, "'problem' is 5, but it must be a text"),
-    ({"problem": TURNS}, GRPO, "'problem' is [{'role'"),
-    ({"completion": TURNS}, SFT, "'completion' is [{'role'"),
-    ({"chosen": TURNS}, DPO, "'chosen' is [{'role'"),
-    ({"completion": ""}, SFT, "'completion' is empty; write its text or remove the row"),
-    ({"rejected": " "}, DPO, "'rejected' is empty; write its text or remove the row"),
-    ({"solution": ""}, GRPO, "'solution' is empty; write its text or remove the row"),
+    ({"problem": 5}, GRPO, "'problem' must be a text and not empty, but the row is {'image': 'a.png', 'problem': 5"),
+    ({"problem": TURNS}, GRPO, "'problem' must be a text and not empty, but the row is {'image'"),
+    ({"completion": TURNS}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
+    ({"chosen": TURNS}, DPO, "'chosen' must be a text and not empty, but the row is {'image'"),
+    ({"completion": ""}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
+    ({"rejected": " "}, DPO, "'rejected' must be a text and not empty, but the row is {'image'"),
+    ({"solution": ""}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
     ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
-    ({"solution": []}, GRPO, "'solution' is [], but it must be a text"),
-    ({"solution": None}, GRPO, "but no 'solution'"),
-    ({"solution": [1, 2]}, GRPO, "'solution' is [1, 2], but it must be a text"),
-    ({"solution": ["2"]}, GRPO, "'solution' is ['2'], but it must be a text"),
-    ({"solution": ["a", "b"]}, GRPO, "'solution' is ['a', 'b'], but it must be a text"),
-    ({"solution": {"x": 1}}, GRPO, "'solution' is {'x': 1}, but it must be a text"),
+    ({"solution": []}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": None}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": [1, 2]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": ["2"]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": ["a", "b"]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": {"x": 1}}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
     (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
@@ -174,7 +174,7 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
     (IMAGES, "do_rescale", False, "do_rescale is False"),
     (IMAGES, "rescale_factor", 1 / 127.5, "rescale_factor is 0.00784"),
     (IMAGES, "do_normalize", False, "do_normalize is False"),
-    (IMAGES, "min_pixels", 10**9, "an image has at least 1000000000 pixels, but at most 12845056"),
+    (IMAGES, "min_pixels", 10**9, "an image has 1000000000 or more pixels, but at most 12845056"),
 ])  # fmt: skip
 def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, expected):
     with pytest.raises(minimal.InputError) as error:
@@ -244,11 +244,12 @@ SHORT = ("--sft", "--warmup_steps=1", "--prompts_per_step=2", "--learning_rate=1
 
 
 def test_a_refused_input_ends_the_command_with_one_line(tiny, cats):
-    write_lines(cats, [ROW | {"completion": TURNS}])
+    row = ROW | {"completion": TURNS}
+    write_lines(cats, [row])
     command = [sys.executable, str(ROOT / "minimal.py"), str(tiny), str(cats), *SHORT]
     done = subprocess.run(command, cwd=cats.parent, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"minimal.py: {cats}, line 1: 'completion' is {TURNS!r}, but it must be a text\n"
+    assert done.stderr == f"minimal.py: {cats}, line 1: 'completion' must be a text and not empty, but the row is {row}\n"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tiny, cats, tmp_path):
@@ -346,7 +347,7 @@ def test_a_disk_that_is_full_before_the_first_step_is_named(tiny, cats, tmp_path
     usage = SimpleNamespace(free=2_900_000)
     monkeypatch.setattr(minimal.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(minimal, "train", lambda *_: pytest.fail("a step was trained"))
-    with pytest.raises(minimal.InputError, match=r"out: 0\.003 GB are free, but the trained model has 0\.003 GB"):
+    with pytest.raises(minimal.InputError, match=r"out has 0\.003 GB free, but the model needs 0\.003 GB"):
         main(tiny, cats, *SHORT, f"--output_dir={tmp_path / 'out'}")
 
 
