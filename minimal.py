@@ -32,7 +32,6 @@ import sys
 import tempfile
 import unicodedata
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -428,21 +427,14 @@ class QwenVL(nn.Module):
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def in_bfloat16(function):
+def in_bfloat16(prompt):
     """On a GPU, compute products in bfloat16, and log_softmax in float32.
 
     Weights stay float32: bfloat16 has 8 significant bits, and would round most updates to nothing.
     """
-
-    @wraps(function)
-    def in_context(model, prompt, *arguments, **options):
-        with torch.autocast("cuda", torch.bfloat16, enabled=prompt.ids.is_cuda):
-            return function(model, prompt, *arguments, **options)
-
-    return in_context
+    return torch.autocast("cuda", torch.bfloat16, enabled=prompt.ids.is_cuda)
 
 
-@in_bfloat16
 @torch.no_grad()
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     """Sample G completions of a prompt. Return ids and mask, both (G, T).
@@ -452,26 +444,26 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
-    states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-    states = states.expand(G, -1, -1)  # the prompt is computed once for all G completions
     goes_on = torch.ones(G, dtype=torch.bool, device=ends.device)
     ids = []
     mask = []
-    for t in range(max_new_tokens):
-        logits = model.lm_head(states[:, -1])  # (G, V)
-        probabilities = logits.float().softmax(-1)
-        token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1: from the policy
-        ids.append(token)
-        mask.append(goes_on)
-        goes_on = goes_on & (token != ends).all(1)
-        if not goes_on.any():
-            break
-        position = prompt.positions.max() + 1 + t
-        states, cache = model(token, position.expand(3, 1), cache)
+    with in_bfloat16(prompt):
+        states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
+        states = states.expand(G, -1, -1)  # the prompt is computed once for all G completions
+        for t in range(max_new_tokens):
+            logits = model.lm_head(states[:, -1])  # (G, V)
+            probabilities = logits.float().softmax(-1)
+            token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1: from the policy
+            ids.append(token)
+            mask.append(goes_on)
+            goes_on = goes_on & (token != ends).all(1)
+            if not goes_on.any():
+                break
+            position = prompt.positions.max() + 1 + t
+            states, cache = model(token, position.expand(3, 1), cache)
     return torch.cat(ids, 1), torch.stack(mask, 1)
 
 
-@in_bfloat16
 def log_probabilities(model, prompt, completions) -> Tensor:
     """Return the log-probability of each token in completions (G, T), given the tokens before it.
 
@@ -480,15 +472,16 @@ def log_probabilities(model, prompt, completions) -> Tensor:
     short completion needs no mask: earlier tokens do not attend to it, and the losses leave it out.
     """
     G, T = completions.shape
-    states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-    begin = prompt.positions.max() + 1  # the position of the first token of a completion
-    positions = begin + torch.arange(T, device=completions.device)
-    after, _ = model(completions, positions.expand(3, T), cache)
-    # The last token of the prompt predicts the first token of a completion.
-    last = states[:, -1:].expand(G, -1, -1)
-    states = torch.cat([last, after[:, :-1]], 1)  # (G, T, E)
-    logits = model.lm_head(states)  # (G, T, V)
-    logps = logits.log_softmax(-1)
+    with in_bfloat16(prompt):
+        states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
+        begin = prompt.positions.max() + 1  # the position of the first token of a completion
+        positions = begin + torch.arange(T, device=completions.device)
+        after, _ = model(completions, positions.expand(3, T), cache)
+        # The last token of the prompt predicts the first token of a completion.
+        last = states[:, -1:].expand(G, -1, -1)
+        states = torch.cat([last, after[:, :-1]], 1)  # (G, T, E)
+        logits = model.lm_head(states)  # (G, T, V)
+        logps = logits.log_softmax(-1)
     return logps.gather(-1, completions[..., None]).squeeze(-1)
 
 

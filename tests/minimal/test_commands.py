@@ -98,14 +98,11 @@ def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
 
 
 def test_products_are_computed_in_bfloat16_on_a_gpu_alone():
-    def look(model, prompt):
-        return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
     ids = torch.zeros(2, dtype=torch.long)
-    with PretendCuda():
-        gpu = minimal.Prompt(ids.to("cuda"), None, [])
-        assert minimal.in_bfloat16(look)(None, gpu) == (True, torch.bfloat16)
-        assert not minimal.in_bfloat16(look)(None, minimal.Prompt(ids, None, []))[0]
+    with PretendCuda(), minimal.in_bfloat16(minimal.Prompt(ids.to("cuda"), None, [])):
+        assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    with minimal.in_bfloat16(minimal.Prompt(ids, None, [])):
+        assert not torch.is_autocast_enabled("cuda")
 
 
 def test_the_import_switches_cudnns_attention_off_and_asks_cuda_nothing(monkeypatch):

@@ -469,5 +469,5 @@ def test_a_reference_in_bfloat16_has_the_same_log_probabilities(tmp_path, tiny, 
     prompt = minimal.make_prompt(model, minimal.draw_row())
     answers, _ = minimal.tokenize_answers(model, ["red square", "<think>no</think>"])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        logps = [minimal.log_probabilities.__wrapped__(m, prompt, answers) for m in (model, reference)]
+        logps = [minimal.log_probabilities(m, prompt, answers) for m in (model, reference)]
     assert torch.equal(*logps)
