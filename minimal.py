@@ -954,7 +954,7 @@ def check_row(row, answers):
         kinds = (str, int, float) if field == "solution" else str
         value = row.get(field)
         has_text = isinstance(value, kinds) and (field == "problem" or str(value).strip())
-        require(has_text, f"{field!r} must be a text and not empty, but the row is {row!r}")
+        require(has_text, f"{field!r} must be a non-empty text in {row!r}")
     has_answer = "solution" not in answers or plain(row["solution"])
     require(has_answer, f"no answer can equal the 'solution' {row.get('solution')!r}")
     require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")

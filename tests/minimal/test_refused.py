@@ -64,28 +64,28 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
     ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
-    ({"problem": None}, GRPO, "'problem' must be a text and not empty, but the row is {'image': 'a.png', 'solution': '2'"),
-    ({"completion": None}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
-    ({"rejected": None}, DPO, "'rejected' must be a text and not empty, but the row is {'image'"),
+    ({"problem": None}, GRPO, "'problem' must be a non-empty text in {'image': 'a.png', 'solution': '2'"),
+    ({"completion": None}, SFT, "'completion' must be a non-empty text in {'image'"),
+    ({"rejected": None}, DPO, "'rejected' must be a non-empty text in {'image'"),
     ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
     ({"problem": "What is in <video>?"}, GRPO, "'problem' has <video>; train.py reads videos"),
     ({"image": "long.png"}, SFT, "long.png is more than 200 times as long as wide"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
-    ({"problem": 5}, GRPO, "'problem' must be a text and not empty, but the row is {'image': 'a.png', 'problem': 5"),
-    ({"problem": TURNS}, GRPO, "'problem' must be a text and not empty, but the row is {'image'"),
-    ({"completion": TURNS}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
-    ({"chosen": TURNS}, DPO, "'chosen' must be a text and not empty, but the row is {'image'"),
-    ({"completion": ""}, SFT, "'completion' must be a text and not empty, but the row is {'image'"),
-    ({"rejected": " "}, DPO, "'rejected' must be a text and not empty, but the row is {'image'"),
-    ({"solution": ""}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"problem": 5}, GRPO, "'problem' must be a non-empty text in {'image': 'a.png', 'problem': 5"),
+    ({"problem": TURNS}, GRPO, "'problem' must be a non-empty text in {'image'"),
+    ({"completion": TURNS}, SFT, "'completion' must be a non-empty text in {'image'"),
+    ({"chosen": TURNS}, DPO, "'chosen' must be a non-empty text in {'image'"),
+    ({"completion": ""}, SFT, "'completion' must be a non-empty text in {'image'"),
+    ({"rejected": " "}, DPO, "'rejected' must be a non-empty text in {'image'"),
+    ({"solution": ""}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
-    ({"solution": []}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
-    ({"solution": None}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
-    ({"solution": [1, 2]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
-    ({"solution": ["2"]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
-    ({"solution": ["a", "b"]}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
-    ({"solution": {"x": 1}}, GRPO, "'solution' must be a text and not empty, but the row is {'image'"),
+    ({"solution": []}, GRPO, "'solution' must be a non-empty text in {'image'"),
+    ({"solution": None}, GRPO, "'solution' must be a non-empty text in {'image'"),
+    ({"solution": [1, 2]}, GRPO, "'solution' must be a non-empty text in {'image'"),
+    ({"solution": ["2"]}, GRPO, "'solution' must be a non-empty text in {'image'"),
+    ({"solution": ["a", "b"]}, GRPO, "'solution' must be a non-empty text in {'image'"),
+    ({"solution": {"x": 1}}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
     (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
@@ -249,7 +249,7 @@ def test_a_refused_input_ends_the_command_with_one_line(tiny, cats):
     command = [sys.executable, str(ROOT / "minimal.py"), str(tiny), str(cats), *SHORT]
     done = subprocess.run(command, cwd=cats.parent, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"minimal.py: {cats}, line 1: 'completion' must be a text and not empty, but the row is {row}\n"
+    assert done.stderr == f"minimal.py: {cats}, line 1: 'completion' must be a non-empty text in {row}\n"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tiny, cats, tmp_path):
