@@ -19,8 +19,6 @@ NO_OPTION = "minivlmrl has no such option"
 
 
 class Answer(NamedTuple):
-    """One table row about a name."""
-
     name: str
     title: str  # column title, such as "TRL" or "removed"
     here: str  # options in minivlmrl, or "none"
@@ -51,7 +49,6 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     Args:
         section: path with a trailing dot, such as "grpo.", or "".
         dashes: "--" on the command line, else "".
-        options: paths of all options.
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])

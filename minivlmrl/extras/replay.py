@@ -158,7 +158,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         temperature = trainer.config.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
-        explanations = []  # lines to print about answers and rewards
+        explanations = []
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)

@@ -218,7 +218,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average metrics over adjacent steps, so that a stage has at most 500 points per curve."""
+    """Average metrics over adjacent steps, to at most 500 points per curve and stage."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():

@@ -169,8 +169,8 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
     """Load a value model to score a policy's completions.
 
     Args:
-        same_base: whether the adapters belong to the policy's base weights. Both models share these weights unless
-            sharded, because an FSDP unit belongs to one model.
+        same_base: whether the adapters belong to the policy's base weights. Both models then share these weights,
+            unless sharded.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter

@@ -49,7 +49,7 @@ class InputCheck(TrainerCallback):
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # True while the model runs with gray images
+        self.is_comparing = False  # while the model runs with gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:

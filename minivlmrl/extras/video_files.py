@@ -1,4 +1,4 @@
-"""Read frames from video files with PyAV; videos given as lists of images do not need it."""
+"""Read frames from video files with PyAV."""
 
 import contextlib
 import io

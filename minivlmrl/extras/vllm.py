@@ -63,7 +63,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options that recipes may set; none of them loads code, because recipes may be untrusted."""
+    """vllm.LLM options that recipes may set; none loads code, as recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None

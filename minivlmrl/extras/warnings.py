@@ -56,8 +56,6 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
-    """Derive warnings from the metrics in the last 10 steps."""
-
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config
@@ -66,7 +64,7 @@ class WarningRules:
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
-        self.recent = deque(maxlen=WINDOW)  # metrics for the last 10 steps
+        self.recent = deque(maxlen=WINDOW)
         self.active: set[str] = set()  # rules violated at the last step
         self.rollout = None
         # (row solutions, completion rewards) per recent rollout

@@ -52,7 +52,7 @@ class ToolEpisode:
         self.text = b""  # generated since the last tool result, UTF-8
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # False for tool-result tokens
-        self.pictures: list[tuple] = []  # images in tool results, see Completion.pictures
+        self.pictures: list[tuple] = []  # images, see Completion.pictures
         self.unread: list[Prompt] = []  # at most one tool result to prefill
         self.ended = False
 
@@ -195,7 +195,6 @@ class AnswerAttention(DecodeAttention):
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
-        decoding: attention for decode steps.
         rows: decoding-batch row for each result.
         lengths: number of tokens in each result.
     """

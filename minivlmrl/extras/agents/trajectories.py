@@ -65,8 +65,6 @@ class Round:
 
 
 class Episode(ToolEpisode):
-    """Sampling state for one trajectory."""
-
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
         self.prompt = prompt

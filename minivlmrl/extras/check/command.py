@@ -69,7 +69,6 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    """Check the reward functions for a stage that samples completions."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)

@@ -1,7 +1,6 @@
 """Find options that have no effect because of another option in the recipe.
 
 They are notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a whole recipe.
-Contradicting options are errors, raised in config/options.py.
 """
 
 import inspect

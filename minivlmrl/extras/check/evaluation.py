@@ -17,7 +17,7 @@ from minivlmrl.extras.check.rewards import Trial, check_constant
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
-NUM_DECODED = 1000  # maximum number of rows whose images are decoded
+NUM_DECODED = 1000  # maximum rows with decoded images
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:

@@ -251,7 +251,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     yield from boxes_of_several_images(config, datasets)
     yield from empty_solutions(config, datasets)
     dtype = DTYPES[config.model.dtype]
-    # 16-bit weights lose small updates, except in float32 adapters and in adamw_8bit, which keeps the rounding error
+    # 16-bit weights lose small updates, unless adamw_8bit keeps the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

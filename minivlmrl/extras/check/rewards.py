@@ -40,7 +40,7 @@ REWARD_HACK_PROBES = {
 NOISE = 1e-6  # tolerance when a completion is scored twice
 NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
-MAX_FORMS = 8  # if a solution is a list, maximum elements to try as answers
+MAX_FORMS = 8  # maximum list elements to try as answers
 
 
 @dataclass

@@ -36,7 +36,7 @@ from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
 
-SAMPLE = 100  # number of rows used to recognize the layout
+SAMPLE = 100  # rows used to recognize the layout
 BATCH = 100  # rows per parquet write
 NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run refuses them"
 
@@ -158,7 +158,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print notes; if no row has a question, expect it in data.prompt_template and print no note about it."""
+    """Print notes, except about questions if no row has one: data.prompt_template may have it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)

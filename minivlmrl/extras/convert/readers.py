@@ -46,7 +46,7 @@ class Columns(dict):
     """Columns of one row without missing values; `dropped` counts what is lost in conversion."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # value == value is False for NaN, which pandas uses for missing values
+        # value == value is False for NaN
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 

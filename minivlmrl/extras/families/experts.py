@@ -135,8 +135,6 @@ class StackedExperts:
 
 
 class ExpertsFamily(Family):
-    """Base class for MoE families."""
-
     transposed: ClassVar[bool]  # whether files may store transposed weights, as for Qwen3-VL-MoE
 
     # adapter.target=experts selects experts and routers

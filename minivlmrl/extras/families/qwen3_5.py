@@ -40,7 +40,6 @@ class Qwen3_5Config(Qwen3VLConfig):
     full_attention_interval: Size = 4
     # layer types, or () to use full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    # recurrent layer sizes
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128

@@ -61,8 +61,6 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Qwen3-VL vision config, with DeepStack."""
-
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
     def __post_init__(self):
@@ -176,7 +174,7 @@ class Videos:
     sampling: dict = field(default_factory=dict)  # frame sampling, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Return the frame size (height, width) for min_pixels and max_pixels per frame and total_pixels per video."""
+        """Return the frame size (height, width) that meets the pixel limits in `options`."""
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)

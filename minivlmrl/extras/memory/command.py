@@ -119,10 +119,10 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the minimum seconds for the phases of a training step, from a GPU's data sheet.
+    """Return the minimum seconds per training-step phase, from a GPU's data sheet.
 
-    All prompts are assumed to be as long as the longest, and matrix products to run at peak speed. A decode step reads
-    decoder weights and KV cache once. Attention, activation functions and CPU time are not counted.
+    All prompts are assumed to be as long as the longest, and matrix products to run at peak speed. Attention,
+    activation functions and CPU time are not counted.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy

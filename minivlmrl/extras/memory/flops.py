@@ -15,8 +15,6 @@ from minivlmrl.model.plain_weights import PackedLinear
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """MoE config."""
-
     num_experts: int
     num_experts_per_tok: int
 

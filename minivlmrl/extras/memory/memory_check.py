@@ -46,7 +46,7 @@ MODELS = "weights", "reference", "critic", "policy"
 class MemoryCheck(Callback):
     """Raise UserError, before weights are loaded, if a run does not fit on the disk or the GPUs.
 
-    On GPUs, the largest batches are also tried before the first step, because estimates can be wrong.
+    On GPUs, the largest batches are then tried before the first step.
     """
 
     estimator: MemoryEstimator | None = None  # None for random weights

@@ -10,7 +10,7 @@ names.py lists the known mistakes.
 | a recorded step from any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
 | a folder with code | | `minivlmrl parity FOLDER` |
 
-docs/numerical_parity.md explains how to check a loss function and a recorded step.
+See docs/numerical_parity.md.
 """
 
 from minivlmrl.extras.parity.all_laws import examine, laws

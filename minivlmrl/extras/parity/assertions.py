@@ -1,7 +1,4 @@
-"""Assertions for testing your own trainer, with tensors or NumPy arrays.
-
-`__tracebackhide__` makes pytest show the caller's line.
-"""
+"""Assertions for testing your own trainer, with tensors or NumPy arrays."""
 
 from collections.abc import Callable
 from functools import partial

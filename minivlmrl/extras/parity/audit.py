@@ -1,6 +1,6 @@
 """Recompute a recorded optimizer step, and name bugs that explain differences.
 
-The loss is recomputed from recorded advantages, so that wrong advantages do not make a correct loss look wrong.
+The loss is recomputed from recorded advantages, so wrong advantages do not affect it.
 """
 
 import math

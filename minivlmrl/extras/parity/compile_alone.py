@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
-Global names are resolved on first use, to functions, classes and literal constants in the folder, also compiled alone,
-and to packages in IMPORTED. No other code is executed.
+Global names resolve to functions, classes and literal constants in the folder, also compiled alone, and to packages in
+IMPORTED. No other code is executed.
 """
 
 import __future__

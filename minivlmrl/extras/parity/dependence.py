@@ -187,7 +187,7 @@ def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, 
 
 
 def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
-    """Check that the probabilities of all values for a token add up to 1, at the last possible position per row."""
+    """Check that the probabilities of all token ids add up to 1, at one position per row."""
     # image placeholders are not tried, as they need pixels, but may have some probability
     missing = 0.5 if forward.pictures else 0.0
     places = list(last_scored(forward, document, is_picture))

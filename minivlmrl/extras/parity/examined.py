@@ -62,7 +62,7 @@ class Examined:
             self.options["loss_type"] = [self.loss_type]  # list, as in the recorded cases
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-        """Return the scalar loss and its gradient with respect to per_token_logps, both detached."""
+        """Return the detached loss and its gradient for a batch."""
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))

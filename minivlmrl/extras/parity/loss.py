@@ -1,7 +1,6 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without installing TRL.
 
-docs/numerical_parity.md shows how to check a loss. In a clone, `pytest tests/parity` compares all losses and options in
-minivlmrl with the installed TRL.
+In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed TRL.
 """
 
 import statistics
@@ -147,7 +146,6 @@ def varied_options(results: list[tuple[str, dict, "Comparison"]]) -> list[str]:
 
 
 def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[str], tolerance: float) -> Verdict:
-    """Return a verdict with the differing cases."""
     differences = []
     for case, options, result in results:
         if result.error > tolerance:
@@ -209,7 +207,7 @@ def closest_losses(results: list[tuple[dict, float]], settings: list[str], toler
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) -> tuple[list[str], list[str]]:
     """Call `find_names` for all test cases, then for the closest loss.
 
-    The first call is skipped if the loss does not read loss_type, and so implements a single TRL loss.
+    A loss that does not read loss_type skips the first call.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)

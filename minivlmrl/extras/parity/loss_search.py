@@ -68,7 +68,7 @@ def as_step(
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
     """Call a loss for one test case, and return the case as a searchable step.
 
-    The step also has `simpler`, a function that returns steps for simpler variants of the case.
+    Its function `simpler` returns simpler variants of the case.
     """
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
@@ -82,7 +82,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def without_value(step: Dump) -> Dump:
-    """Return a case that compares only the gradient, because the logged value does not train."""
+    """Return a case without its loss value, to compare only gradients."""
     d = copy(step)
     del d["loss"]
     d.usual_answers = {}
@@ -125,7 +125,7 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
 
     Returns a list per bug: the bug, then other bugs that give the same loss.
 
-    Raises SearchEndedError after about `seconds`, measured in trials, so that the result is the same on all machines.
+    Raises SearchEndedError after about `seconds`, measured in trials.
     """
     trials = Trials(seconds * TRIALS_PER_SECOND)
     for step in steps:
@@ -197,7 +197,7 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases; variants do not count, because some losses fail there."""
+        """Return whether the loss agrees in all test cases, not counting variants."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:

@@ -1,6 +1,6 @@
 """Recompute log-probs, gradients, AdamW update and learning rate in a recorded step.
 
-Model code is imported late, because it needs Pillow and tokenizers, and steps without a model do not.
+Model code is imported late, because it needs Pillow and tokenizers.
 """
 
 import math

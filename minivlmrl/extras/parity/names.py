@@ -122,7 +122,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# computations that a bug may be limited to, such as a mask that is wrong only in token counts
+# computations that a bug may be limited to, such as the token count
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # {target and effect: {bug: formula}}
@@ -512,9 +512,9 @@ class Target:
     source: str = ""  # code line, paper, issue or pull request
     about: str = ""  # clipping or padding
     needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects that do this on purpose, with their option; the bug is then a design
+    used_by: str = ""  # projects that do this on purpose (a design), with their option
     threshold: float = 0.0  # with a smaller fitted number, the design is a mistake
-    unread: str = ""  # option or tensor ignored by the design; if the loss has read it, the design is a mistake
+    unread: str = ""  # option or tensor that a design does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}

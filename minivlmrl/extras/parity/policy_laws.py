@@ -148,7 +148,7 @@ class Gate:
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return PPO's gate with the bounds low and high, and a dual clip at the ratio `cap`."""
+    """Return PPO's gate with clip bounds, and a dual clip at `cap`."""
 
     def weight(ratio, advantage):
         stops = torch.where(advantage > 0, ratio > high, (ratio < low) | (ratio > cap))
@@ -236,7 +236,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Return the ratio between 1 and `outside` where the token gradient becomes 0, or `outside` if it does not."""
+    """Find the ratio between 1 and `outside` where the token gradient becomes 0."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2

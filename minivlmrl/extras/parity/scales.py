@@ -23,7 +23,6 @@ def known_numbers(d, stage: str) -> dict[str, float]:
 
 
 def counts(d, stage: str) -> dict[str, float]:
-    """Return counts, such as tokens or rows."""
     about = d.about
     result = {"ranks": about.get("world_size")}
     if stage == "advantages":

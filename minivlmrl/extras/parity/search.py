@@ -1,6 +1,6 @@
-"""Search for known bugs that reproduce wrong numbers in a recorded step or in a loss test case.
+"""Search for known bugs that reproduce wrong numbers in a recorded step or loss test case.
 
-The search recomputes the numbers with one known bug at a time, and compares the results with the recorded ones:
+The numbers are recomputed with one known bug at a time, and compared with the recorded ones:
 
     1. simple bugs, such as "a reward is halved"
     2. bugs in one computation, such as a wrong mask only in the token count
@@ -50,7 +50,7 @@ THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 SHOWN = 4  # maximum bugs to print, if they give the same numbers
 IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitted
-# start values for an unknown number, such as c in "the ratio is at most c"
+# start values for fitted numbers
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # number of best bugs whose constants are fitted to all digits
@@ -87,7 +87,7 @@ class Bug:
         return not self.of.used_by and (self.is_scoped or is_formula)
 
     def may_be_inside(self, target: str) -> bool:
-        """Return whether the bug can be limited to one computation, such as the baseline of the advantages."""
+        """Return whether the bug can be limited to one computation, such as the baseline."""
         # a wrong row order in only the baseline would fit too often by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
@@ -137,7 +137,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Limit a bug to one part of a model or step at a time, for example to the vision tower gradient."""
+    """Limit a bug to one part at a time, such as the vision tower's gradient."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -163,7 +163,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # bugs may make the computation fail, such as a mask that leaves a DPO answer without tokens
+    # a bug, such as an empty mask, may make the computation fail
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -260,7 +260,7 @@ class Search:
         self.d = d
         self.deviation = deviation or {}
         self.explained = []  # bugs found before the time limit
-        self.has_ended = False  # whether the time limit was reached
+        self.has_ended = False
         self.base = self.answer({})
         self.regions = find_regions(name, self.base, d)
 
@@ -381,7 +381,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # many bugs fit one wrong token id or learning rate, so only trained padding gets a name
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # a bug may leave 1 % of the original error, but at least 1e-5 and at most 3e-5
+    # a bug may leave 1 % of the original error, limited to 1e-5 to 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # forward passes are slow: first search only the row with the largest error, later check all rows
     if name in LOGPS:

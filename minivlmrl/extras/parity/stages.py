@@ -322,8 +322,7 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # accept float32 rounding errors in a KL with torch.expm1, about 1e-7 times the log-ratio; the larger errors with
-    # torch.exp are a mistake
+    # accept float32 rounding errors in a KL with torch.expm1, about 1e-7 times the log-ratio
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 

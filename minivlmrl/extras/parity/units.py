@@ -1,7 +1,4 @@
-"""List wrong orders of rows and tokens, and parts of a step that a bug may affect.
-
-Example: completions have the advantage of the next one in their group.
-"""
+"""List wrong orders of rows and tokens, and parts of a step that a bug may affect."""
 
 from collections.abc import Callable
 

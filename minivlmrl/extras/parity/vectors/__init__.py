@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parent
 class Case:
     """A loss that was recorded from TRL.
 
-    The shape of the gradient, and of most tensors in the batch, is (B, T) for B completions of up to T tokens, or
-    (B, 2, T) for B pairs of a chosen and a rejected answer. All numbers are float64.
+    The gradient and most batch tensors have shape (B, T) for B completions of up to T tokens, or (B, 2, T) for B answer
+    pairs. All numbers are float64.
     """
 
     name: str
@@ -36,7 +36,7 @@ def read_options() -> dict[str, dict]:
 def read_cases(**only) -> list[Case]:
     """Return the recorded cases that have the given options, such as loss_type="dapo" and beta=0.0.
 
-    Cases of TRL's dual clip, whose options contain `delta`, are returned only if `only` contains `delta`.
+    Cases with TRL's dual clip are returned only if `only` contains `delta`.
     """
     recorded = read_options()
     arrays = {name: {} for name in recorded}
@@ -55,7 +55,7 @@ def has(options: dict, only: dict) -> bool:
     """Return whether a case's options contain those in `only`."""
     if "delta" in options and "delta" not in only:
         return False
-    # loss_type="sigmoid" also selects the cases that were recorded with loss_type=["sigmoid"].
+    # loss_type="sigmoid" also selects loss_type=["sigmoid"]
     return all(name in options and options[name] in (x, [x]) for name, x in only.items())
 
 
