@@ -17,7 +17,7 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # values; smaller tensors, and vectors, have float32 moments
+SMALLEST = 4096  # minimum size for 8-bit moments; vectors always have float32 moments
 PIECE = 2**24  # values to dequantize at a time
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether it can be negative}
 
@@ -85,7 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if f"{name}_scale" not in state:  # float32 moments are updated in place by _update_rows
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # avoid 0: AdamW divides by its square root
+        # avoid 0: AdamW divides by the square root of exp_avg_sq
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)

@@ -145,8 +145,8 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` leaves out the last token, because nothing is predicted from it. So the last token is repeated before
-    packing. Example: completion a has 3 tokens, b has 2:
+    `pack` drops the last token, because nothing is predicted from it, so this function repeats it first. Example:
+    completion a has 3 tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """

@@ -57,7 +57,7 @@ def answer_call(
     """Run a tool call; an exception or an oversized result becomes the text "error: ...".
 
     Args:
-        name, inside: the parsed call, see Call.
+        name, inside: tool name and argument text, see Call.
     Returns:
         message parts, images with their grids, whether the call succeeded
     """

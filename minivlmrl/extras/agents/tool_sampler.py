@@ -49,7 +49,7 @@ class ToolEpisode:
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # generated since the last tool result, UTF-8
+        self.text = b""  # UTF-8 text generated since the last tool result
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # False for tool-result tokens
         self.pictures: list[tuple] = []  # images, see Completion.pictures
@@ -182,7 +182,7 @@ class AnswerSpan:
     """Location of a tool result in the packed forward pass and in the KV cache."""
 
     row: int  # row in the decoding batch
-    tokens: slice  # its packed tokens
+    tokens: slice  # slice of the packed tool-result tokens
     prompt: int  # prompt index in the decoding batch
     prompt_length: int
     begin: int  # cache positions, counted after the prompt
@@ -205,7 +205,7 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.tolist()  # newest cache position per row
-        # (batch row, packed tokens) slices per result
+        # slices per result: (batch row, packed tokens)
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0

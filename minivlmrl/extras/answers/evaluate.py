@@ -6,10 +6,10 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 --model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
-and evaluation rewards. Its top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training.
-The default recipe is config.yaml from the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with
-the prompt template {problem}. Adapter options are read from the adapter folder, except adapter.quantize, which is read
-from the training recipe.
+and evaluation rewards. top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training. The
+default recipe is config.yaml from the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with the
+prompt template {problem}. Adapter options are read from the adapter folder, except adapter.quantize, which is read from
+the training recipe.
 """
 
 import argparse

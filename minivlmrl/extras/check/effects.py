@@ -1,6 +1,6 @@
 """Find options that have no effect because of another option in the recipe.
 
-They are notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a whole recipe.
+These options cause notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a whole recipe.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
-# (options, why they have no effect, when this is the case)
+# (options, reason, condition under which they have no effect)
 Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 

@@ -24,7 +24,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise UserError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # even if empty, as other rows may have images
+    shown = {"images": sources(media, "image", folder, dropped)}  # even an empty list, as other rows may have images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown

@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Trainer
 
 # {phase in estimate.py: phase in out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-NUM_HEAVIEST = 64  # number of rows to measure
+NUM_HEAVIEST = 64  # number of largest rows to measure
 # estimate items that are models
 MODELS = "weights", "reference", "critic", "policy"
 
@@ -46,7 +46,7 @@ MODELS = "weights", "reference", "critic", "policy"
 class MemoryCheck(Callback):
     """Raise UserError, before weights are loaded, if a run does not fit on the disk or the GPUs.
 
-    On GPUs, the largest batches are then tried before the first step.
+    On GPUs, the largest batches are also run once before the first step.
     """
 
     estimator: MemoryEstimator | None = None  # None for random weights

@@ -98,7 +98,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
-    # moving references from a folder reject adapters; adapters on frozen layers are not trained
+    # adapters do not work with a moving reference from a folder, or on frozen layers
     moves_folder = config.reference.path and config.reference.sync_ref_model
     takes_adapters = not (adapter.r or moves_folder or "language" in model.freeze)
     # environments need gathered weights: ranks prefill tool results independently

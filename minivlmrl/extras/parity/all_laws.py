@@ -57,7 +57,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
     """Check a loss against laws; return how many were tested.
 
     Args:
-        my_loss: loss as in `check`.
+        my_loss: loss function, see `check`.
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.

@@ -82,7 +82,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
             finding = Finding(name, error(answer), len(all_gaps(answer)))
         except (ValueError, *DAMAGES) as bug:
             if name in THROUGH_A_MODEL and "pictures" in differing:
-                continue  # images do not fit the token ids
+                continue  # the recorded images do not match the token ids
             raise UserError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
                 "Compare the types and shapes of its tensors and fields with docs/library.md."

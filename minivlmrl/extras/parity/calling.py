@@ -38,11 +38,11 @@ class Arguments(dict):
         return super().items()
 
     def __or__(self, other: dict) -> "Arguments":
-        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would mark all names as read
+        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would record all names as read
 
 
 def converted(arguments: dict, convert: Callable) -> Arguments:
-    """Convert all values, without marking their names as read."""
+    """Convert all argument values without recording their names as read."""
     values = {name: convert(x) for name, x in dict.items(arguments)}
     return Arguments(values, getattr(arguments, "read", set()))
 

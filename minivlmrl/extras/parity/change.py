@@ -59,7 +59,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return this bug, or an empty Change if the bug is limited to a computation other than `use`."""
+        """Return self if the bug affects the computation `use`, else an empty Change."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -84,7 +84,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def numbered(change: dict) -> dict:
-    """Bind the fitted number c in formulas, as a combined bug may have two."""
+    """Bind the fitted number c into formulas, as combined bugs may each have one."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

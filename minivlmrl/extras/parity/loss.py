@@ -84,7 +84,7 @@ class Verdict:
     cases: int
     differences: list[str]  # one line per differing case
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
-    names: Sequence[str] = ()  # lines about the findings
+    names: Sequence[str] = ()  # lines to print about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or nothing was named
     untested: Sequence[str] = ()  # what no case and no law tests, if cases agree
 
@@ -155,7 +155,7 @@ def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[s
 
 
 def names_without_search(results: list["Comparison"], tolerance: float) -> tuple[list[str], list[str]]:
-    """Name a loss without a gradient, or with right gradients but other values; return kinds and lines."""
+    """Classify a loss that has no gradient, or correct gradients but different values; return kinds and lines."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -216,7 +216,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) ->
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"the {len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # for example, a correct GSPO loss differs from GRPO
+    # no mistake: for example, a correct GSPO loss differs from GRPO
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest.removeprefix('the ')}"]
     if kinds:

@@ -44,7 +44,7 @@ def as_step(
 
     Args:
         value: loss from the checked function.
-        gradient: its gradient with respect to the log-probabilities.
+        gradient: loss gradient with respect to the log-probs.
         tolerance: maximum error in both, as in `minivlmrl.extras.parity.loss.check`.
         read: tensors and options that the function has read, None = all.
     """
@@ -95,35 +95,36 @@ def is_finite(step: Dump) -> bool:
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a test case that show only some bugs, simplest first.
+    """Yield variants of a test case that reveal only some bugs, simplest first.
 
-    If a loss has several bugs, each variant shows one more.
+    If a loss has several bugs, each variant reveals one more.
     """
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
         advantages = batch["advantages"]
         first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # for averaging bugs
-        yield first_step, without_kl  # for advantage bugs
-        yield batch, without_kl  # for ratio and clip bugs
-        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options  # for KL bugs
-        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # for padding bugs
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # reveals averaging bugs
+        yield first_step, without_kl  # reveals advantage bugs
+        yield batch, without_kl  # reveals ratio and clip bugs
+        # reveals KL bugs
+        yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options
+        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # reveals padding bugs
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # for bugs in answer order or margin
-        yield without_ref, options  # for beta bugs
-        yield one_token, options  # for reference bugs
-        yield pair, options  # for token-sum bugs
+        yield without_ref, options | {"beta": 1.0}  # reveals bugs in answer order or margin
+        yield without_ref, options  # reveals beta bugs
+        yield one_token, options  # reveals reference bugs
+        yield pair, options  # reveals token-sum bugs
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
     """Find bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
-    Returns a list per bug: the bug, then other bugs that give the same loss.
+    Returns one list per bug: the bug, then alternatives that give the same loss.
 
     Raises SearchEndedError after about `seconds`, measured in trials.
     """

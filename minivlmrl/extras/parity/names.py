@@ -518,7 +518,7 @@ class Target:
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
-    general: dict[str, str] = field(default_factory=dict)  # {quantity: tables in GENERAL}
+    general: dict[str, str] = field(default_factory=dict)  # {quantity: names of tables in GENERAL}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))

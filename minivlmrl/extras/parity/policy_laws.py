@@ -44,7 +44,7 @@ def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, log
 
 
 def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
-    """Return value and gradient for one token; its weight is 1 in all averages."""
+    """Return value and gradient for a single token, whose weight is 1 in every average."""
     value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
     return value.item(), slope.item()
 
@@ -71,7 +71,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Return the tokens' weights in the average, (B, T): minus their on-policy gradients at advantage 1."""
+    """Measure token weights in the loss average, (B, T), from on-policy gradients at advantage 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -196,7 +196,7 @@ def measured_tokens(loss: Examined) -> list[Token]:
 
 
 def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
-    """Return the gates in known losses; some bounds are taken from the measured tokens."""
+    """Return ratio-to-gradient functions (gates) for known losses, some with measured bounds."""
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
@@ -265,7 +265,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_gate(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # fewer tokens may contradict a gate with one bound
+        # with a single clip bound, fewer tokens may look wrong
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         gates = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(gate, misfits(gate, tokens, loss.tolerance)) for gate in gates]
@@ -378,7 +378,7 @@ DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # proj
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """Check on policy that token weights match a known average, and the loss_type if it is given."""
+    """Check that on-policy token weights match a known average, and loss_type if given."""
     batch = random_batch("grpo", [[1, 1, 1, 0], [1, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -413,7 +413,7 @@ def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
 
 
 def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[float, float]:
-    """Return the KL part in value and gradient for one token."""
+    """Return how much the KL adds to value and gradient for one token."""
     with_kl = of_one_token(loss, beta, **token)
     without = of_one_token(loss, **token)
     return with_kl[0] - without[0], with_kl[1] - without[1]

@@ -53,7 +53,7 @@ IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitte
 # start values for fitted numbers
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of best bugs whose constants are fitted to all digits
+REFINED = 16  # number of best bugs whose constants are fitted precisely
 CASE_REFINED = 4  # the same for loss test cases
 
 
@@ -63,7 +63,7 @@ class Bug:
 
     says: str
     change: dict  # {quantity: replacement}, see Change
-    of: table.Target  # stages, effect and source of the quantity
+    of: table.Target  # quantity that the bug changes, with effect and source
     error: float = 0.0  # error left after recomputing with this bug
     parts: int = 1  # number of single bugs combined in this one
 

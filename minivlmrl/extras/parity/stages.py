@@ -120,7 +120,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # skip sampled tokens outside completion_mask: many trainers have only this mask, which the stage "mask" checks
+    # ignore sampled tokens outside completion_mask, which the stage "mask" checks
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -354,7 +354,7 @@ def preferences(logps: Tensor, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return (2,): a micro-batch's DPO loss, and its size, which errors are divided by."""
+    """Return (2,): a micro-batch's DPO loss, and the scale for its errors."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row

@@ -45,9 +45,9 @@ class Trials:
 
 
 class Dump(dict):
-    """Recorded optimizer step: {name: tensor}, floats as float64; `about` is step.json."""
+    """Recorded optimizer step as {name: tensor}, with floats in float64; `about` has the fields in step.json."""
 
-    tolerance = 1e-5  # maximum relative error that a bug may leave
+    tolerance = 1e-5  # maximum relative error if a bug explains the step
     case_tolerance = 0.0  # loss test case: maximum error in value and gradient
     read: set[str] | None = None  # loss test case: names of tensors and options that the loss has read
     simpler: Callable = list  # loss test case: function that returns simpler variants, list() = none
@@ -59,7 +59,7 @@ class Dump(dict):
         self.about = about
         self.trials = Trials()
         self.cache = {}  # results of model forward and backward passes
-        self.usual_answers = {}  # stage results without a bug
+        self.usual_answers = {}  # stage results without a simulated bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)

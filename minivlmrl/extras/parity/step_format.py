@@ -25,7 +25,7 @@ BY_ROW = BY_TOKEN + names(
 )
 # tensors with one row per rollout completion; several steps may train on one rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
-MODELS = names("model old_model ref_model")  # fields with weight folders
+MODELS = names("model old_model ref_model")  # fields that name model folders
 # copies of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
@@ -37,7 +37,7 @@ FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 @dataclass
 class PolicyOptions:
-    """Options of GRPO losses, with TRL's names."""
+    """GRPO loss options, named as in TRL."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
