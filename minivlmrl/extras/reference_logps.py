@@ -1,4 +1,4 @@
-"""Compute DPO reference log-probs before the first step, to keep no second model in memory.
+"""Compute DPO reference log-probs before the first step, without a second model.
 
 With `dpo.precompute_ref_log_probs`, they are computed by the policy while it still equals the reference. A resumed run
 reads them from reference_logps.safetensors in output_dir. Rows can also provide sums in TRL's columns ref_chosen_logps

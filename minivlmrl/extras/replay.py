@@ -148,7 +148,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt and, for each completion, its log-prob sum in nats, answer and rewards."""
+    """Print a prompt and, per completion, log-prob sum in nats, answer and rewards."""
     if not 0 <= index < len(rows):
         raise UserError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]

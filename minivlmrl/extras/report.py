@@ -116,7 +116,7 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write an HTML page about one or more runs; browsers reload it every `seconds`, 0 = never."""
+    """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
     for run in runs:  # the page may be shared: remove this machine's folders

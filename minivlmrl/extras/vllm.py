@@ -112,7 +112,7 @@ class Sampling:
 class TokenChooser:
     """Logits processor that samples with minivlmrl, and makes vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # class attribute: vLLM creates the object
+    sampling: Sampling | None = None  # class attribute, because vLLM creates the object
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}

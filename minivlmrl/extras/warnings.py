@@ -89,7 +89,7 @@ class WarningRules:
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning for each reward that is far higher on training rows than on held-out rows."""
+        """Yield a warning for each reward far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
             # include greedy results, because training may sample below temperature 1
@@ -140,7 +140,7 @@ class WarningRules:
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for warnings that need 10 steps."""
+        """Yield (name, text) for warnings about the last 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -231,7 +231,7 @@ class WarningRules:
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # per row: (completions, rewards); a resumed run may change num_generations
+        # one (completions, rewards) tensor per row, as num_generations may vary
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
             # rows whose completions all have a score

@@ -1,6 +1,6 @@
 """Sample trajectories: multi-turn completions where each turn has its own context window.
 
-A context window is one turn's prompt. The first is the row's prompt. Later ones hold the messages returned by
+A context window is one turn's prompt. The first is the row's prompt. Later ones hold messages returned by
 `observe(rounds)` or, with sampling.history=K, all text so far and the images from the newest K rounds. A round is a
 turn with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns
 as one completion.

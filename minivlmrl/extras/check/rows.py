@@ -70,7 +70,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def misplaces_result(turns: Sequence[dict]) -> bool:
-    """Return whether tool results, matched by id, are not in the order of their calls."""
+    """Return whether tool results are in a different order than their calls, by id."""
     calls = iter(())
     for turn in turns:
         if turn["role"] != "tool":

@@ -29,7 +29,7 @@ from minivlmrl.model.rope import apply_rotary
 
 @dataclass
 class Qwen3_5Config(Qwen3VLConfig):
-    """Qwen3.5 decoder config, with the defaults in transformers."""
+    """Qwen3.5 decoder config with transformers defaults."""
 
     rope_theta: Annotated[float, "(0, inf)"] = 1e4
     mrope_section: tuple[TokenId, TokenId, TokenId] = (11, 11, 10)

@@ -13,7 +13,7 @@ from minivlmrl.model.decoder import DecoderLayer
 
 @dataclass
 class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
-    """Qwen3-VL-MoE decoder config, with the defaults in transformers."""
+    """Qwen3-VL-MoE decoder config with transformers defaults."""
 
     head_dim: Size = 0  # 0 = hidden_size / num_attention_heads
     num_experts: NumExperts = 60
@@ -42,7 +42,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
 
 @dataclass
 class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
-    """Qwen3.5-MoE decoder config, with the defaults in transformers."""
+    """Qwen3.5-MoE decoder config with transformers defaults."""
 
     intermediate_size: ClassVar[int] = 1  # unused: all layers have experts
     num_experts: NumExperts = 256

@@ -30,7 +30,7 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, vi
 
 @dataclass
 class Qwen3VLConfig(ModelConfig):
-    """Qwen3-VL decoder config, with the defaults in transformers."""
+    """Qwen3-VL decoder config with transformers defaults."""
 
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 5e5

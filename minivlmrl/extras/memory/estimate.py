@@ -347,7 +347,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the largest batch that can be formed from rows with these sizes.
+    """Return the largest batch from rows with these sizes.
 
     Args:
         completions: lengths of a prompt's completions, in tokens.

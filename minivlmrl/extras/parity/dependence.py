@@ -173,7 +173,7 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 
 
 def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
-    """Negate the pixels of one image, and record faults."""
+    """Negate one image's pixels, and record faults."""
     row, first, last = place
     says = f"image {image} in row {row}"
     pixel_values, grids = forward.pictures

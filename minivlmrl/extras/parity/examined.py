@@ -40,7 +40,7 @@ DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss; a "note" is about a property that some losses have on purpose."""
+    """Sentence about a loss; a "note" describes a property that some losses have on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"

@@ -86,7 +86,7 @@ class Verdict:
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
     names: Sequence[str] = ()  # lines to print about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or nothing was named
-    untested: Sequence[str] = ()  # what no case and no law tests, if cases agree
+    untested: Sequence[str] = ()  # properties that no case or law tests, if cases agree
 
     @property
     def agrees(self) -> bool:
@@ -205,9 +205,9 @@ def closest_losses(results: list[tuple[dict, float]], settings: list[str], toler
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) -> tuple[list[str], list[str]]:
-    """Call `find_names` for all test cases, then for the closest loss.
+    """Search for names in all test cases, then in those of the closest TRL loss.
 
-    A loss that does not read loss_type skips the first call.
+    The first search is skipped for a loss that does not read loss_type.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)

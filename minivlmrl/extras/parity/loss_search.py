@@ -45,7 +45,7 @@ def as_step(
     Args:
         value: loss from the checked function.
         gradient: loss gradient with respect to the log-probs.
-        tolerance: maximum error in both, as in `minivlmrl.extras.parity.loss.check`.
+        tolerance: maximum error in value and gradient.
         read: tensors and options that the function has read, None = all.
     """
     rows = {}
@@ -229,7 +229,7 @@ class Combination:
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases; stop after a table with a bug that explains all."""
+        """Return the bugs that explain the most test cases; skip later tables if one explains all."""
         counts = {}  # {description: (explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:

@@ -203,7 +203,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 
 def update(d: Dump, change: Change) -> Answer:
-    """Recompute weight changes by AdamW (arXiv 1711.05101, algorithm 2)."""
+    """Recompute AdamW weight updates (arXiv 1711.05101, algorithm 2)."""
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")

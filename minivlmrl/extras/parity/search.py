@@ -54,7 +54,7 @@ IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitte
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # number of best bugs whose constants are fitted precisely
-CASE_REFINED = 4  # the same for loss test cases
+CASE_REFINED = 4  # number of best bugs to fit in loss test cases
 
 
 @dataclass(eq=False)

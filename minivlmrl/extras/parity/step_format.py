@@ -168,6 +168,6 @@ def options_of(kind: str, values: dict) -> dict:
 
 
 def term_arguments(options: PolicyOptions) -> dict:
-    """Return the loss options that are keyword arguments of GRPO's loss_type."""
+    """Return the loss options to pass as keyword arguments to GRPO's loss_type."""
     names = TERMS[options.loss_type].__kwdefaults__ or {}
     return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

@@ -25,7 +25,7 @@ class Case:
     options: dict
     batch: dict[str, numpy.ndarray]
     loss: float
-    gradient: numpy.ndarray  # with respect to per_token_logps
+    gradient: numpy.ndarray  # loss gradient with respect to per_token_logps
 
 
 def read_options() -> dict[str, dict]:
