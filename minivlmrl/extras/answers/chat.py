@@ -93,8 +93,6 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Print a completion while it is sampled."""
-
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
         # a character may span several tokens

@@ -43,8 +43,6 @@ NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run 
 
 @dataclass
 class ListedFile:
-    """One dataset in VLM-R1's YAML list."""
-
     json_path: str
     sampling_strategy: str = "all"
 

@@ -316,7 +316,7 @@ def read_pair(row: Columns) -> dict:
 
 
 def add_choices(row: Columns):
-    """Append choices from the columns `options`, `choices` or A, B, C to the question if it lists none."""
+    """Append choices from the columns `options`, `choices` or A, B, C to a question without choices."""
     used = [name for name in ("options", "choices") if row.get(name)][:1]
     choices: Plain = row[used[0]] if used else []
     if not used and {"A", "B"} <= row.keys():

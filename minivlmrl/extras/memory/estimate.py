@@ -250,8 +250,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Inputs for a memory estimate."""
-
     config: RunConfig
     stage: str
     estimator: MemoryEstimator
@@ -331,7 +329,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest sampling batch on one GPU."""
+    """Return a GPU's largest sampling batch."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)

@@ -1,4 +1,4 @@
-"""Show progress of a comparison or a search on the terminal."""
+"""Show progress on the terminal."""
 
 from collections.abc import Collection, Iterator
 from typing import TypeVar
