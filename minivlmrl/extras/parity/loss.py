@@ -67,7 +67,7 @@ def check(
         AssertionError: some cases differ from TRL, or the loss breaks a law in all_laws.py that the cases do not test.
         The message lists them, and mistakes or designs that explain the differences.
     """
-    __tracebackhide__ = True  # pytest then shows the caller's line
+    __tracebackhide__ = True  # makes pytest show the caller's line
     verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
     if not verdict.agrees:
         raise AssertionError(str(verdict))
