@@ -92,7 +92,7 @@ def answer_file(tool: str, arguments: list[str]):
     lines = []
     for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
-            if not lines:  # summary of other answers
+            if not lines:  # remove the summary of earlier answers
                 summary_file(out).unlink(missing_ok=True)
             with out.open("ab" if lines else "wb") as file:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)

@@ -88,13 +88,13 @@ OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 @dataclass
 class OptimizerFields:
-    name: str = ""  # adamw
+    name: str = ""  # only adamw is recomputed
     learning_rate: Finite = 0.0
     betas: tuple[Finite, Finite] = (0.9, 0.999)
     eps: Finite = 1e-8
     weight_decay: Finite = 0.0
     max_grad_norm: Finite | None = None
-    step: Count = 1  # of the optimizer, from 1
+    step: Count = 1  # optimizer step number, from 1
     no_decay: list[str] = field(default_factory=list)  # parameters without weight decay
 
 
@@ -104,8 +104,8 @@ class ScheduleFields:
     learning_rate: Finite = 0.0
     warmup_steps: Annotated[int, ">= 0"] = 0
     max_steps: Annotated[int, ">= 0"] = 0
-    step: Annotated[int, ">= 0"] = 0  # of the scheduler, from 0
-    rates: list[Finite] = field(default_factory=list)  # of earlier steps
+    step: Annotated[int, ">= 0"] = 0  # scheduler step number, from 0
+    rates: list[Finite] = field(default_factory=list)  # learning rates in earlier steps
 
 
 @dataclass
@@ -126,7 +126,7 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    # divisors of the loss, if they are not totals of one step
+    # loss divisors, if not the totals for this step
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
@@ -134,7 +134,7 @@ class StepFields:
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # folders inside the step, or "../{}/", where {} is the step that sampled the row
+    # model folders inside the step folder, or in "../{}/", where {} is the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
