@@ -60,8 +60,8 @@ class ToolEpisode:
         """Append a sampled token, and run the tool calls it completes.
 
         Args:
-            turn_ends: whether it is a stop token.
-            text_ends: whether it completes a stop string.
+            turn_ends: whether the token is a stop token.
+            text_ends: whether the token completes a stop string.
         Returns:
             whether the completion ends for a reason other than max_new_tokens
         """

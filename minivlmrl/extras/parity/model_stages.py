@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # tolerance factor for float32 model outputs, such as gradients
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # additional tolerance factor for bfloat16, float16 or an unknown dtype
-# quantities after the forward pass: bugs in them need no new forward pass
+# bugs in these quantities need no new forward pass
 AFTER_FORWARD = {"logps", "mode"}
 
 

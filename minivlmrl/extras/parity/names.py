@@ -54,7 +54,7 @@ def is_positive(s):
 
 
 def shifted(x, by):
-    """Shift columns, and fill with 0."""
+    """Shift columns, filling with 0."""
     return pad(x, (by, -by))
 
 
