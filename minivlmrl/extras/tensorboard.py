@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 from minivlmrl.config.options import RunConfig
@@ -20,12 +21,15 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
         closing: exit stack that is closed when the run ends.
     """
     folder = Path(config.output_dir) / "tensorboard"
-    if not steps:
-        shutil.rmtree(folder, ignore_errors=True)
-    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
+
+    @cache
+    def writer() -> SummaryWriter:  # not before the first values: a run that does not begin deletes nothing
+        if not steps:
+            shutil.rmtree(folder, ignore_errors=True)
+        return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):
         for name, value in values.items():
-            writer.add_scalar(name, value, steps)
+            writer().add_scalar(name, value, steps)
 
     return log

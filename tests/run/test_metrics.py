@@ -291,6 +291,15 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
 
 
+def test_a_run_that_does_not_begin_keeps_the_curves_of_the_earlier_one(tmp_path):
+    (tmp_path / "offline.py").write_text("def connect(config, steps, closing):\n    raise ConnectionError('offline')\n")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events").touch()
+    with pytest.raises(ConnectionError, match="offline"):
+        open_log(tmp_path, report_to=["tensorboard", f"{tmp_path}/offline.py:connect"])
+    assert [*(tmp_path / "tensorboard").iterdir()] == [tmp_path / "tensorboard" / "events"]
+
+
 @pytest.mark.parametrize(("tracker", "expected"), [
     ("FOLDER/my_tracker.py:csv(sing=1)", r"^report_to .*: there is no option 'sing'; the options are: sign"),
     ("tensorbord", "report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb'"),
