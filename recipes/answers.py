@@ -85,8 +85,8 @@ CHOICE = re.compile(
     rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# second letter in a multiple-choice answer, such as C in "B or C"
-OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
+# second letter in a multiple-choice answer, such as C in "B or C", but not the article in "B. A dog"
+OTHER_LETTER = re.compile(r"\b(?:A(?! (?!and|is|or|was)[a-z])|[B-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
 YES_NO = re.compile(r"(yes|no|true|false)\b([^?]*)", re.IGNORECASE)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -173,7 +173,7 @@ def load_function(
     text: str,
     table: dict[str, Any],
     section: Any,
-    num_positional: int,
+    positional: Sequence[str],
     names: Collection[str],
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
@@ -182,7 +182,7 @@ def load_function(
     Args:
         option, text, table: option name, value and built-in functions; see resolve_object.
         section: stage options, passed to parameters with the same names.
-        num_positional, names: see with_arguments.
+        positional, names: see with_arguments.
         convert: adapts functions with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
@@ -191,30 +191,33 @@ def load_function(
         for name in options.keys() & vars(section).keys():
             raise UserError(f"{name} is an option of the section grpo; set grpo.{name} instead")
         function = convert(with_options(function, options))
-        return with_arguments(function, num_positional, names, vars(section))
+        return with_arguments(function, positional, names, vars(section))
 
 
 def with_arguments(
-    function: Callable, num_positional: int, names: Collection[str], options: dict[str, Any]
+    function: Callable, positional: Sequence[str], names: Collection[str], options: dict[str, Any]
 ) -> Callable:
     """Wrap `function` so that it ignores unknown keyword arguments.
 
     Args:
-        num_positional: number of positional arguments.
+        positional: names of the positional arguments, which `function` may call differently.
         names: possible keyword arguments.
         options: {name: value} for the remaining parameters.
     Raises:
-        UserError: a parameter would get no value.
+        UserError: a parameter would get no value, or another argument's.
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = parameters.keys() - by_position[:num_positional]
+    named = parameters.keys() - by_position[: len(positional)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # keywords bound by a user's functools.partial take precedence
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     further = {name: options[name] for name in options.keys() & named - taken}
     try:
-        own_signature(function).bind(*[None] * num_positional, **dict.fromkeys(taken), **further)
+        for name, argument in zip(by_position, positional, strict=False):
+            if name in {*positional, *names} - {argument}:
+                raise TypeError(f"its parameter {name!r} would be the argument {argument}")
+        own_signature(function).bind(*[None] * len(positional), **dict.fromkeys(taken), **further)
         for name in named - taken - further.keys():
             if parameters[name].default is None:
                 raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, names)}")

@@ -16,6 +16,7 @@ from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
+from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
@@ -167,8 +168,8 @@ class Results:
             return get_task(self.config.data.task).chance
         counts = defaultdict(Counter)  # {question: number of rows per solution}
         for row in self.held_out:
-            if (solution := row.columns.get("solution")) is not None:
-                counts["\n".join(map(text_of, row.messages))][str(solution)] += 1
+            if answer := normalize(solution_text(row.columns.get("solution"))):
+                counts["\n".join(map(text_of, row.messages))][answer] += 1
         total = sum(counts.values(), Counter())
         if not total:
             return None

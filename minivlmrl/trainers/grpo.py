@@ -293,15 +293,15 @@ def find_loss(options: GRPOOptions) -> Callable:
 
     A user function may omit parameters, or have the form f(batch, options); see config/loss_forms.py.
     """
-    names = [*inspect.signature(grpo_loss).parameters][3:]
+    names = [*inspect.signature(grpo_loss).parameters]
     table = dict.fromkeys(AVERAGES, grpo_loss)
-    return load_function("loss_type", options.loss_type, table, options, 3, names, like_grpo_loss)
+    return load_function("loss_type", options.loss_type, table, options, names[:3], names[3:], like_grpo_loss)
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
     """Return the function in `advantages`, built-in or from a user file."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
-    return load_function("advantages", options.advantages_name, ADVANTAGES, options, 1, arguments)
+    return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments)
 
 
 def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class Module(torch.nn.Module):
 def test_each_form_of_a_users_function_gets_the_arguments_that_it_takes(function, received):
     words = [word.partition("=") for word in received.split()]
     expected = {name: value if sign else RUN_VALUES[name] for name, sign, value in words}
-    call = with_arguments(function, 3, [*RUN_VALUES], {})
+    call = with_arguments(function, ["per_token_logps", "advantages", "mask"], [*RUN_VALUES], {})
     assert {name: str(x) for name, x in call(0, 0, 0, **RUN_VALUES).items()} == {k: str(x) for k, x in expected.items()}
 
 

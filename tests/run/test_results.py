@@ -222,7 +222,8 @@ def test_chance_answers_each_question_with_its_most_frequent_solution(results):
 @pytest.mark.parametrize(("solutions", "options", "chance"), [
     (["left", "left", "right", None], (), 2 / 3), ([None], (), None),
     (["left"], ("--data.eval_rewards=[format, accuracy]",), None),
-], ids=["the most frequent solution", "no solutions", "another reward"])  # fmt: skip
+    (["Yes", "yes.", "no", 2, 2.0, "", " "], (), 2 / 5),
+], ids=["the most frequent solution", "no solutions", "another reward", "spellings of one solution"])  # fmt: skip
 def test_the_chance_of_rows_without_a_task(results, solutions, options, chance):
     found = results("--data.task=null", *options, held_out=[Row([], [], columns={"solution": x}) for x in solutions])
     assert found.chance() == chance

@@ -276,6 +276,14 @@ def misspelt(logps, advantages, mask, *, old_logps=None, **others):
     return (logps if old_logps is None else logps - old_logps).sum(), {}
 
 
+def swapped(logps, mask, advantages, **others):
+    return (logps * mask).sum(), {}
+
+
+def of_each(rewards_per_func, num_generations):
+    return rewards_per_func
+
+
 def max_rl(rewards, num_generations, least=1e-6):
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
@@ -311,6 +319,8 @@ WRONG = [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
     ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
+    ("loss_type", "swapped", "cannot be called: its parameter 'mask' would be the argument advantages"),
+    ("advantages", "of_each", "cannot be called: its parameter 'rewards_per_func' would be the argument rewards"),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
     ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),
     ("advantages", "max_rl(lest=1)", "there is no option 'lest'; the options are: least"),

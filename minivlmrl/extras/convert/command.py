@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from os.path import isfile
 from pathlib import Path
 
 import yaml
@@ -28,6 +29,8 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.columns import rename_columns
 from minivlmrl.data.file_dataset import find_format
+from minivlmrl.data.media import files_of
+from minivlmrl.data.read_row import answer_image_parts
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows, split_of
 from minivlmrl.errors import UserError, did_you_mean, error_context, optional_dependency, pluralize
@@ -38,6 +41,8 @@ from minivlmrl.files import file_to_write
 
 SAMPLE = 100  # rows used to recognize the layout
 BATCH = 100  # rows per parquet write
+UNREAD = "a column that a run refuses unless a reward reads it, for example {}"
+MISSING = "an image or video file that does not exist (data.image_root sets their folder), for example {}"
 NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run refuses them"
 
 
@@ -92,9 +97,9 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
-                new_row, num_images = convert_row(row, layout, folder_of(path), dropped)
-                for note in notes_of(new_row, num_images):
-                    noted[note].append(where)
+                new_row, notes = convert_row(row, layout, folder_of(path), dropped)
+                for note, detail in notes.items():
+                    noted[note].append(f"{where}{detail}")
                 changed["rows"] += 1
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
                 yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
@@ -175,13 +180,27 @@ def row_errors(where: str) -> Iterator[None]:
             ) from error
 
 
-def check_new_row(row: dict, folder: Path) -> int:
-    """Count the images in a converted row; raise UserError if a run would reject the row."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # fails for lone surrogates
-    # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
+def check_new_row(row: dict, folder: Path) -> dict[str, str]:
+    """Return {note: detail} about what some runs refuse; raise UserError for what all refuse."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # no half of a surrogate pair
+    # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
-    _, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
-    return sum(item.kind == "image" for item in media)
+    notes = {}
+    try:
+        new_row, media = checked_row(row, (), (), options, folder)
+    except UserError as error:
+        # a reward may read the column
+        new_row, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
+        notes[UNREAD] = f": {error}"
+    shown = [*media, *(part["image"] for part in answer_image_parts(new_row))]
+    try:
+        missing = [source for source, path in files_of(shown, str(folder)) if path and not isfile(path)]
+    except UserError as error:  # a web address
+        missing = [error]
+    if missing:
+        notes[MISSING] = f": {missing[0]}"
+    num_images = sum(item.kind == "image" for item in media)
+    return dict.fromkeys(notes_of(row, num_images), "") | notes
 
 
 def check_renamed(renamed: dict[str, str], names: set[str]):

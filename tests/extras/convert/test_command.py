@@ -205,3 +205,17 @@ def test_rows_may_have_different_columns_in_a_table(tmp_path):
     assert main([str(tmp_path / "rows.jsonl"), f"--out={tmp_path / 'new.parquet'}"]) == 0
     read = FileDataset(tmp_path / "new.parquet")
     assert len(read) == 300 and read[299].completion == "c" and read[299].columns["level"] == 149
+
+
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"problem": "A?", "image_path": "a.png"}, "have a column that a run refuses unless a reward reads it, for example "
+     "{}: column 'image_path' seems to contain an image that the model would not see: 'a.png'"),
+    ({"messages": [user("A?")], "tools": [{"function": {}}]}, "{}: column 'tools' declares tools that the prompt"),
+    ({"problem": "A?", "image": "lost.png"}, "have an image or video file that does not exist (data.image_root sets "
+     "their folder), for example {}: lost.png"),
+    ({"problem": "A?", "image": "https://a.example/a.png"}, "{}: https://a.example/a.png: remote files are not"),
+])  # fmt: skip
+def test_what_a_run_refuses_is_said(tmp_path, capsys, row, expected):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"solution": "b"}))
+    main([str(tmp_path / "rows.jsonl")])
+    assert expected.format(f"{tmp_path}/rows.jsonl:1") in capsys.readouterr().err
