@@ -269,7 +269,10 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
     """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
-    names = ("prompt_template", "system_prompt", "answer_format", "box_space")
+    names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
+    # null follows the model folder
+    sizes = ("min_pixels", "max_pixels")
+    names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]
 
 

@@ -238,7 +238,15 @@ def test_other_prompts_than_those_of_the_trained_folder_are_said(tmp_path):
     assert note == (
         f"{tmp_path / 'minivlmrl.yaml'}, with which the model was trained, sets other values for data.prompt_template"
     )
-    assert not notes("--model.config=null", f"--model.path={tmp_path}", "--data.prompt_template=Look. {problem}")
+    same = "--model.config=null", f"--model.path={tmp_path}", "--data.prompt_template=Look. {problem}"
+    assert not notes(*same)
+    for option in ("reward_model.path", "reference.path", "ppo.critic_path"):
+        assert note in notes(f"--{option}={tmp_path}")
+    sized = "data: {max_pixels: 3136, min_pixels: null, chat_template_kwargs: {enable_thinking: false}}"
+    (tmp_path / "minivlmrl.yaml").write_text(sized)
+    assert [note.partition("for ")[2] for note in notes(*same)] == ["data.chat_template_kwargs"]
+    [note] = notes(*same, "--data.max_pixels=6272", "--data.min_pixels=784")
+    assert note.endswith("for data.chat_template_kwargs, data.max_pixels")
 
 
 def test_an_empty_solution_is_said(write_rows):

@@ -221,10 +221,11 @@ def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> 
 
 
 def other_prompts(config: RunConfig) -> Iterator[str]:
-    """Yield a note if the model was previously trained with other prompt options."""
+    """Yield a note for each model of the recipe that was trained with other prompts before."""
     adapter = config.adapter.path
-    folder = find_adapter(adapter) if adapter else config.model.path
-    if folder and config.stages:
+    model = find_adapter(adapter) if adapter else config.model.path
+    folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
+    for folder in dict.fromkeys(filter(None, folders)) if config.stages else ():
         trained = Path(folder, INFERENCE_CONFIG)
         if changed := changed_prompts(trained, config):
             yield f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}"
