@@ -26,10 +26,12 @@ VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
 SFT = {"stages": ["sft"]}
+SHORT = {"grpo.max_steps": 2}
 NOT_EVALUATED = {"data.eval_rows": 0}
 # (option, value, recipes in which the option has no effect, recipes in which the option has an effect)
 CASES = [
-    ("eval_steps", 2, [FILES, NOT_EVALUATED], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("eval_steps", 2, [FILES, NOT_EVALUATED, SHORT], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("save_steps", 2, [SHORT], [{}]),
     ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
     ("num_logged_prompts", 3, [{"log_completions": 0}], [{}]),
     ("save", "adapter", [{}, ADAPTER],
@@ -40,6 +42,7 @@ CASES = [
     *((f"data.{name}", value, [{}], [FILES]) for name, value in {
         "image_root": "folder", "format": "my_format.py:read", "columns": {"label": "solution"},
         "skip_unreadable": True, "image": {"max_pixels": 3136}, "video": {"nframes": 4},
+        "max_prompt_tokens": 100,
     }.items()),
     ("data.eval_rows", 3, [FILES], [{}]),
     *((f"data.{name}", value, [FILES, NOT_EVALUATED], [{}]) for name, value in {
@@ -58,7 +61,9 @@ CASES = [
     ("dpo.label_smoothing", 0.1, [{"dpo.loss_type": ["hinge", "sft"]}], [{}, {"dpo.loss_type": ["hinge", "robust"]}]),
     *((f"dpo.{name}", value, [{"dpo.loss_type": ["sft"]}], [{}, {"dpo.loss_type": ["sft", "sigmoid"]}])
       for name, value in {"beta": 0.5, "ld_alpha": 0.5, "f_divergence_type": "js_divergence"}.items()),
-    ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
+    ("dpo.f_alpha_divergence_coef", 0.9,
+     [{}, {"dpo.loss_type": ["sft"], "dpo.f_divergence_type": "alpha_divergence"}],
+     [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
     *((f"sampling.{name}", value, [GREEDY, SFT], [{}]) for name, value in {
         "top_k": 5, "top_p": 0.5, "min_p": 0.5,
@@ -77,8 +82,11 @@ CASES = [
     *((f"grpo.{name}", value, [OWN_LOSS], [{}]) for name, value in {
         "rollout_correction": "token_mask", "top_entropy_quantile": 0.5, "entropy_coef": 0.5,
     }.items()),
-    ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO, KL | {"grpo.use_bias_correction_kl": False}],
-     [TWICE, KL, OWN_LOSS, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
+    ("grpo.importance_sampling_level", "sequence",
+     [{}, TWICE | RLOO, TWICE | {"grpo.loss_type": "vespo"}, KL | {"grpo.use_bias_correction_kl": False},
+      KL | {"grpo.kl_estimator": "k2"}],
+     [TWICE, KL, KL | {"grpo.loss_type": "vespo"}, OWN_LOSS, {"grpo.rollout_correction": "token_mask"},
+      {"grpo.top_entropy_quantile": 0.5}]),
     ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
     ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],
      [KL, KL | TWICE | {"grpo.kl_estimator": "k2"}]),

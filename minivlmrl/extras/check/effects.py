@@ -30,7 +30,7 @@ def own_loss(config: RunConfig) -> bool:
 
 
 def weighs_tokens(config: RunConfig) -> bool:
-    corrects_kl = config.grpo.beta > 0 and config.grpo.use_bias_correction_kl
+    corrects_kl = config.grpo.beta > 0 and config.grpo.use_bias_correction_kl and config.grpo.kl_estimator != "k2"
     return bool(config.grpo.rollout_correction) or config.grpo.top_entropy_quantile < 1 or corrects_kl
 
 
@@ -42,7 +42,10 @@ RULES: list[Rule] = [
      lambda r: not (r.data.eval_file or r.data.task)),
     ("eval_steps best_metric data.eval_without_images data.eval_rewards",
      "data.eval_rows is 0, so nothing is evaluated", lambda r: r.data.eval_rows == 0),
-    ("data.image_root data.format data.columns data.skip_unreadable data.image data.video",
+    *((option, f"it is at least the max_steps of every stage, and {always} after each stage anyway",
+       lambda r, option=option: all(getattr(r, name).max_steps <= getattr(r, option) for name in r.stage_names))
+      for option, always in (("eval_steps", "a run evaluates"), ("save_steps", "weights are saved"))),
+    ("data.image_root data.format data.columns data.skip_unreadable data.image data.video data.max_prompt_tokens",
      "data.task generates all rows, so no file is read", lambda r: r.data.task),
     ("num_logged_prompts", "completions are only logged if log_completions is above 0",
      lambda r: not r.log_completions),
@@ -71,7 +74,8 @@ RULES: list[Rule] = [
     ("dpo.precompute_ref_log_probs", "there is no reference with reference_free", lambda r: r.dpo.reference_free),
     ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
      lambda r: not {*r.dpo.loss_type} & {*SMOOTHED}),
-    ("dpo.beta dpo.ld_alpha dpo.f_divergence_type", "the loss sft is the same for every value",
+    ("dpo.beta dpo.ld_alpha dpo.f_divergence_type dpo.f_alpha_divergence_coef",
+     "the loss sft is the same for every value",
      lambda r: r.dpo.loss_type == ["sft"]),
     ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
      lambda r: r.dpo.f_divergence_type != "alpha_divergence"),
@@ -83,6 +87,8 @@ RULES: list[Rule] = [
      lambda r: on_policy(r) and not own_loss(r) and r.grpo.loss_type != "cispo"),
     ("grpo.importance_sampling_level", "loss_type rloo uses ratios of whole completions",
      lambda r: r.grpo.loss_type == "rloo"),
+    ("grpo.importance_sampling_level", "loss_type vespo weights whole completions",
+     lambda r: r.grpo.loss_type == "vespo" and not (r.grpo.beta > 0 and r.grpo.use_bias_correction_kl)),
     ("grpo.importance_sampling_level",
      "ratios of 1 have the same gradient at every level; the level matters only with num_iterations * "
      "steps_per_generation > 1, rollout_correction, top_entropy_quantile < 1, or beta > 0 and use_bias_correction_kl",
