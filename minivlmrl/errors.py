@@ -60,6 +60,8 @@ def user_error_message(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
+    if "can't start new thread" in str(error):
+        return "the system allows no more threads; raise its limits (ulimit -u for threads, ulimit -v for memory)"
     if not isinstance(error, UserError | FloatingPointError | OSError) and not is_raised_by_losses(error):
         return None
     if user_code(error):
