@@ -53,8 +53,9 @@ The chat template puts the question into a conversation, with a placeholder `<|i
 
 # Positions: mrope_positions
 A token has three positions: time, row and column, which are equal in text. If an image begins at position p, its token
-in row i and column j has the positions p, p + i and p + j. Text after it continues from the largest position
-([picture](images/mrope.svg)).
+in row i and column j has p, p + i and p + j. Text after it continues from the largest position:
+
+![Positions of text tokens and of an image with its rows and columns](images/mrope.svg)
 
 # Vision tower: Vision.forward patches return
 In the first of two blocks, a patch attends only to patches in its window, in the second to the whole image. A small
@@ -71,7 +72,7 @@ prompt's keys and values for all completions.
 The model processes the prompt once, and then adds one token at a time to the {G} completions, until all have ended. The
 mask is False after the end.
 
-# Log-probabilities: log_probabilities states logits return
+# Log-probabilities: log_probabilities logits return
 The hidden state before a token gives {vocab} logits, one per vocabulary token. The log-probability is the token's logit
 minus the logsumexp over all. Darker tokens had lower ones:
 
@@ -83,7 +84,7 @@ A completion gets 0.5 for well-formed tags, and 1 more for the right answer, her
 # Advantages: group_advantages return
 The advantage is (reward - mean) / (standard deviation + 0.0001), over the group.
 
-# Loss: grpo_loss ratio log_ref_ratio loss
+# Loss: grpo_loss ratio loss
 In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and KL and loss are about
 0, but [the gradient is not](metrics.md#why-is-my-loss-0).
 
@@ -167,11 +168,7 @@ def more_lines(title: str) -> list[str]:
         runs = [(word, len([*same])) for word, same in itertools.groupby(spell(group["prompt"].ids))]
         return textwrap.wrap(" ".join(f"{word} x {count}" if count > 1 else word for word, count in runs), 100)
     if title == "Positions":
-        positions = group["prompt"].positions
-        start = numbers()["mrope_positions"]["ids"].index(group["model"].config["image_token_id"]) - 2
-        axes = zip(("time", "row", "column"), positions[:, start : start + 21].tolist(), strict=True)
-        lines = [f"  {name:<7}" + " ".join(f"{x:2}" for x in axis) for name, axis in axes]
-        return [shown("returns", positions), f"from token {start} on:", *lines]
+        return [shown("returns", group["prompt"].positions)]
     if title == "Completions":
         return [shown("completions", group["completions"]), shown("mask", group["mask"])]
     if title == "Rewards":
