@@ -116,11 +116,13 @@ def main(arguments: list[str] | None = None):
     options = parser.parse_args(arguments)
     bounds = options.min_pixels, options.max_pixels
     try:
-        lines = options.file.read_text(encoding="utf-8").splitlines()
+        text = options.file.read_text(encoding="utf-8-sig")
     except OSError as error:
         parser.error(f"{options.file}: {error.strerror}")
+    # splitlines would also split at U+2028 inside text
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     without = []  # line numbers of rows without boxes
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         try:
             row, num_boxes = rescale_row(
                 json.loads(line), options.file.parent, options.space, bounds, options.questions

@@ -23,10 +23,11 @@ from torch import Tensor
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import UserError, error_context
+from minivlmrl.errors import UserError, error_context, truncate
 from minivlmrl.json_files import json_text
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
+from minivlmrl.run.signals import Preempted
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
@@ -55,9 +56,9 @@ class MetricsLog(ExitStack):
         self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
         self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
         self.files = {}
-        self.trackers = []
+        self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
-            self.trackers.append(find_tracker(name)(config, self.steps, self))
+            self.trackers[name] = find_tracker(name)(config, self.steps, self)
 
     def open_files(self, resumed: Path | None = None):
         """Create the log files; in a resumed run, truncate them to their length in the checkpoint."""
@@ -97,9 +98,16 @@ class MetricsLog(ExitStack):
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, with the optimizer step over all stages."""
-        for log in self.trackers:
-            log(values, self.steps)
+        """Send metrics to the trackers, with the optimizer step over all stages; drop a tracker that fails."""
+        for name, log in [*self.trackers.items()]:
+            try:
+                log(values, self.steps)
+            except Preempted:
+                raise
+            except Exception as error:
+                del self.trackers[name]
+                text = truncate(f"{type(error).__name__}: {error}", 300, str).replace("\n", " ")
+                self.bar.print(f"report_to {name} failed, and gets no more metrics: {text}", file=sys.stderr)
 
     def stage(self, trainer: Trainer, steps_done: int, seconds: float):
         """Start a stage with a new progress bar.

@@ -75,6 +75,17 @@ def test_boxes_in_questions_are_converted_if_the_option_asks(write_rows, tmp_pat
     assert second["problem"] == f"{box}?"
 
 
+def test_a_file_with_other_line_separators_is_read(tmp_path, capsys):
+    PIL.Image.new("RGB", (100, 50)).save(tmp_path / "box.png")
+    row = '{"image": "box.png", "problem": "a\u2028b", "completion": "[10, 10, 20, 20]"}'
+    (tmp_path / "rows.jsonl").write_text(f"\ufeff{row}\n\n{row}\n", encoding="utf-8")
+    main([str(tmp_path / "rows.jsonl"), "thousandths"])
+    assert [json.loads(line)["completion"] for line in capsys.readouterr().out.split("\n")[:-1]] == [
+        "[100, 200, 200, 400]",
+        "[100, 200, 200, 400]",
+    ]
+
+
 def test_a_missing_file_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["none.jsonl", "unit"])

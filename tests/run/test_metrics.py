@@ -102,7 +102,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
 def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
     message = []
     log = begin(open_log(tmp_path, steps=4), "grpo", 9, 4)
-    log.trackers = [lambda *arguments: message.append(arguments)]
+    log.trackers = {"mine": lambda *arguments: message.append(arguments)}
     log.step(4, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     log.evaluation("grpo", 5, {"eval/iou_greedy": 0.5}, 0.0)
     assert log.end_stage() > 0 and message == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
@@ -289,6 +289,25 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     assert of_tensorboard(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
     assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
+
+
+FAILING = """
+def connect(config, steps, closing):
+    def log(values, steps):
+        raise ConnectionError("offline,\\n after all")
+
+    return log
+"""
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "my_tracker.py").write_text(FAILING)
+    with open_log(tmp_path, report_to=["tensorboard", f"{tmp_path}/my_tracker.py:connect"]) as log:
+        for steps in (0, 1):
+            log.evaluation("sft", steps, {"eval/loss": 0.5}, 0.1)
+    text = f"report_to {tmp_path}/my_tracker.py:connect failed, and gets no more metrics: ConnectionError: offline, "
+    assert capsys.readouterr().err.count(text) == 1
+    assert len(metrics(tmp_path, "evaluations.jsonl")) == 2
 
 
 def test_a_run_that_does_not_begin_keeps_the_curves_of_the_earlier_one(tmp_path):
