@@ -22,6 +22,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # saved in checkpoints
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # options that determine the best evaluation
 
 
@@ -92,6 +93,8 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         before, now = old.recipe.get(name), new.recipe.get(name)
         if before != now:
             text = f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
+            if name in WEIGHTS:
+                text += ", but weights that are in the checkpoint stay as they are"
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     tables = (
         ("rows of", old.files.rows, new.files.rows),
