@@ -1,4 +1,4 @@
-"""Write the functions of minimal.py yourself. A check compares the results of your function with those of minimal.py.
+"""Write functions of minimal.py yourself, and compare their results with the original.
 
 python -m docs.exercises             # list the exercises; run this in the root of a clone
 python -m docs.exercises 10          # write exercise_10.py, where the body of group_advantages is missing
@@ -24,7 +24,7 @@ SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 
 @functools.cache
 def find(name: str) -> tuple[int, int, int]:
-    """Return lines of minimal.py: the first of a function or of a method's class; the first and last of the body."""
+    """Find a function in minimal.py: (first line, also of its class, first line of the body, last line)."""
     path = [ast.parse(SOURCE)]
     for part in name.split("."):
         path.append(next(node for node in path[-1].body if getattr(node, "name", None) == part))
@@ -40,7 +40,7 @@ def solution(exercise: Exercise) -> str:
 
 
 def file_text(exercise: Exercise, body: str) -> str:
-    """Return the text of a file for the reader, with the given body of the function."""
+    """Build the exercise file with this function body."""
     start, first, _ = find(exercise.name)
     title = f"Exercise {exercise.number}: write the body of {exercise.name} of minimal.py."
     command = f"python -m docs.exercises {exercise.number} --check    # or --hint, --solution"
@@ -56,11 +56,11 @@ def empty_body(exercise: Exercise) -> str:
 
 @functools.cache
 def results(exercise: Exercise, text: str, file: str) -> list[tuple[str, object]]:
-    """Run the text of a file and call its function. Return (description, result) for each call."""
+    """Run an exercise file; return (description, result) per call of its function."""
     names = {"__name__": "exercise"}
     exec(compile(text, file, "exec"), names)
     function = names[exercise.name.split(".")[0]]
-    if function.__module__ != "exercise":  # the import at the top of the file brings minimal.py's own function
+    if function.__module__ != "exercise":  # imported from minimal.py
         raise NameError(f"there is no {exercise.name}; did you give it another name?")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -68,9 +68,7 @@ def results(exercise: Exercise, text: str, file: str) -> list[tuple[str, object]
 
 
 def check(exercise: Exercise, text: str, file: str) -> str:
-    """Compare the results of the reader's file with those of minimal.py. Return the text to print, which begins with
-    "pass" if the results are equal.
-    """
+    """Compare an exercise file with minimal.py; return the text to print, "pass..." if all results are equal."""
     try:
         given = results(exercise, text, file)
     except Exception as error:  # a reader's code may raise anything
@@ -92,7 +90,7 @@ def check(exercise: Exercise, text: str, file: str) -> str:
 
 
 def difference(got, right, place="the result") -> str:
-    """Describe the first difference of two results in words; return "" if they are equal up to rounding."""
+    """Describe the first difference, "" if the results are equal up to rounding."""
     if type(got) is not type(right):
         return f"{place} is {'None' if got is None else type(got).__name__}, but {type(right).__name__} is right"
     if isinstance(right, torch.Tensor):
@@ -110,7 +108,7 @@ def difference(got, right, place="the result") -> str:
 
 
 def tensor_difference(got: torch.Tensor, right: torch.Tensor, place: str) -> str:
-    """Describe how a tensor differs: its shape, its dtype, or its largest error and a pattern of all errors."""
+    """Describe a wrong shape or dtype, or the largest error and its pattern."""
     if got.shape != right.shape:
         return f"the shape of {place} is {tuple(got.shape)}, but {tuple(right.shape)} is right"
     if got.dtype != right.dtype:
@@ -136,7 +134,7 @@ def tensor_difference(got: torch.Tensor, right: torch.Tensor, place: str) -> str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if the reader's function is wrong."""
+    """Run the command; return exit status 1 for a wrong function."""
     parser = argparse.ArgumentParser(prog="python -m docs.exercises", description=__doc__.split("\n")[0])
     parser.add_argument("number", type=int, nargs="?", help="number of the exercise; without it, all are listed")
     for mode in ("--check", "--hint", "--solution"):
@@ -157,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(exercise: Exercise, mode: str | None) -> str:
-    """Write or check the reader's file, or look up the hint or the solution. Return the text to print."""
+    """Write or check the exercise file, or look up hint or solution; return the text to print."""
     file = Path(f"exercise_{exercise.number}.py")
     if mode == "--hint":
         return exercise.hint
@@ -165,7 +163,7 @@ def run(exercise: Exercise, mode: str | None) -> str:
         return textwrap.dedent(solution(exercise))
     if mode == "--check":
         return check(exercise, file.read_text(encoding="utf-8"), str(file))
-    with file.open("x", encoding="utf-8") as opened:  # "x" does not overwrite the lines of the reader
+    with file.open("x", encoding="utf-8") as opened:  # "x": never overwrite
         opened.write(file_text(exercise, empty_body(exercise)))
     return f"{file} has {exercise.name} without its body. Write the body, and then add --check to this command."
 

@@ -1,8 +1,8 @@
-"""The exercises: a task, a hint, common mistakes, and calls that test the reader's function.
+"""Exercises: task, hint, common mistakes, and calls that test a function.
 
-Each decorated generator below gets a function (or, for a method, its class), and yields descriptions and results of
-calls. The docstring of a generator is the task. A common mistake replaces lines of minimal.py: {description: (lines,
-wrong lines)}. If a mistake explains a wrong result, the check names the mistake.
+A decorated generator gets the function, or the class of a method, and yields (description, result) per call. Its
+docstring is the task. Mistakes are {description: (lines of minimal.py, wrong lines)}; the check names a mistake that
+explains a wrong result.
 """
 
 import functools
@@ -24,7 +24,7 @@ EXERCISES = []
 @dataclass(eq=False)  # hashable
 class Exercise:
     number: int
-    name: str  # of a function or method of minimal.py, such as Vision.forward
+    name: str  # function or method in minimal.py, such as Vision.forward
     task: str
     hint: str
     mistakes: dict[str, tuple[str, str]]
@@ -32,7 +32,7 @@ class Exercise:
 
 
 def exercise(name: str, hint: str, mistakes: dict[str, tuple[str, str]]):
-    """Add an exercise whose calls are those of the decorated generator."""
+    """Add an exercise with the decorated generator as calls."""
 
     def add(calls):
         task, number = inspect.getdoc(calls), len(EXERCISES) + 1
@@ -43,7 +43,7 @@ def exercise(name: str, hint: str, mistakes: dict[str, tuple[str, str]]):
 
 @functools.cache
 def tiny_model() -> minimal.QwenVL:
-    """Return the model of the built-in task with random weights."""
+    """Build the tiny model with random weights."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
         minimal.make_folder(folder)
@@ -272,7 +272,7 @@ def _(Layer):
 
 
 class Chain:
-    """Stand in for a model with 6 tokens, each of which determines the probabilities of the next one.
+    """Stub model with 6 tokens: a token determines the probabilities of the next one.
 
     After "?" comes "Yes sir <|im_end|>" (70 %) or "No <|endoftext|>". After an end token, the answer begins again.
     """

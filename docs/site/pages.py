@@ -1,7 +1,7 @@
-"""Hooks for mkdocs: README is the start page, each notebook and each file of code gets a page, and the menu is built.
+"""Hooks for mkdocs: README as start page, pages for notebooks and linked code, and the menu.
 
 The menu comes from docs/README.md, and the list of code files from docs/developer_guide.md.
-Formulas become MathML, which browsers show without a script and without a network.
+Formulas become MathML, which browsers show without scripts and network.
 """
 
 import html
@@ -16,17 +16,17 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-BADGE = re.compile(r"!\[([^]]*)\]\(https?://[^)]+\)")  # a picture on another server: the site shows its text
+BADGE = re.compile(r"!\[([^]]*)\]\(https?://[^)]+\)")  # picture on another server, shown as its text
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
 STEP = "docs/scripts/step.py"  # writes docs/step.html
 TESTS = {"minivlmrl/data/messages.py": "tests/rows/test_refused.py"}  # files without a test file of the same name
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
-# The search shows these pages first, because they explain the options.
+# first in the search: pages that explain options
 FOUND_FIRST = {"data.md", "many_gpus.md", "memory.md", "metrics.md", "policy_gradients.md", "preferences.md"}
-UNSEARCHED = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # begins a page that the search does not show
-NAMES = {"vLLM"}  # names that begin with a lower-case letter
+UNSEARCHED = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"  # header of a page outside the search
+NAMES = {"vLLM"}  # lower-case names
 MOVED = {  # former page: its successor
     "gpu": "results",
     "support": "results",
@@ -49,7 +49,7 @@ LANGUAGES = {
 
 
 def site_path(path: str) -> str:
-    """Return the path in the site of a file: data.md for docs/data.md, and code/train.py.md for train.py."""
+    """Convert a repository path to a site path: docs/data.md to data.md, train.py to code/train.py.md."""
     if path in (START, INDEX, STEP):
         return {START: "index.md", INDEX: "pages.md", STEP: "step.html"}[path]
     if path.startswith("docs/") and not (
@@ -61,13 +61,13 @@ def site_path(path: str) -> str:
 
 
 def links(text: str, path: str) -> list[str]:
-    """Return the files and folders to which a page links, as paths in the repository."""
+    """List the files and folders that a page links to, as repository paths."""
     found = [posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for _, target in LINK.findall(text)]
     return [target for target in found if (ROOT / target).exists()]
 
 
 def moved(text: str, path: str) -> str:
-    """Return the text of a page with links to the files of the site instead of the repository."""
+    """Convert repository links in a page to site links."""
 
     def replace(match):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
@@ -79,7 +79,7 @@ def moved(text: str, path: str) -> str:
 
 
 def written(path: str) -> str:
-    """Return Markdown for a page, a folder or a file of code, with links to files of the repository."""
+    """Write a page, folder or code file as Markdown with repository links."""
     source = ROOT / path
     if source.is_dir():
         names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md", ".json"))
@@ -102,7 +102,7 @@ def written(path: str) -> str:
 
 
 def notebook(text: str) -> str:
-    """Convert the cells of a notebook and their outputs to Markdown."""
+    """Convert notebook cells and outputs to Markdown."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -117,19 +117,19 @@ def notebook(text: str) -> str:
 
 
 def menu_words(name: str) -> str:
-    """Shorten the text of a link for the menu: "Coming from TRL, EasyR1 or verl" becomes "Coming from TRL"."""
+    """Shorten a link text for the menu: "Coming from TRL, EasyR1 or verl" to "Coming from TRL"."""
     words = name.partition(",")[0]
     return words if words.split()[0] in NAMES else words[0].upper() + words[1:]
 
 
 def test_of(path: str) -> str:
-    """Return the path of the tests of a file: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
+    """Return a code file's test file: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
     file = Path(path)
     return TESTS.get(path, f"tests/{file.parent.name}/test_{file.name}")
 
 
 def reading_list() -> dict[str, str]:
-    """Return the reading list of docs/developer_guide.md as {path: description}, such as "image file -> ..."."""
+    """Read the reading list in docs/developer_guide.md: {path: description, such as "image file -> patches"}."""
     text = (ROOT / "docs" / "developer_guide.md").read_text()
     table = re.findall(r"^\| \[[\w/]+\.py\]\(\.\./(\S+)\) \| (.+?) \|", text, re.MULTILINE)
     return dict(table)
@@ -157,7 +157,7 @@ def on_pre_build(config):
 
 
 def on_files(files, config):
-    """Add the start page, the index, the notebooks and the code to which pages link."""
+    """Add start page, index, notebooks and linked code."""
     for file in [file for file in files if file.src_uri == "README.md" or file.src_uri.endswith(".ipynb")]:
         files.remove(file)
     notebooks = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")]
@@ -177,7 +177,7 @@ def on_files(files, config):
 
 
 def on_post_build(config):
-    """Write a page at each former address that leads to its successor."""
+    """Redirect former addresses."""
     for old, new in MOVED.items():
         file = Path(config.site_dir) / f"{old}.html"
         target = posixpath.relpath(f"{new}.html", posixpath.dirname(old) or ".")
@@ -186,7 +186,7 @@ def on_post_build(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite the links of pages in docs/. Generated pages already have the links of the site."""
+    """Rewrite links in docs/ pages; generated pages already have site links."""
     if page.file.src_uri in FOUND_FIRST:
         page.meta["search"] = {"boost": 8}
     if page.file.generated_by:
@@ -195,7 +195,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
-    """Convert each formula from LaTeX to MathML, with thin spaces around "log"."""
+    """Convert formulas from LaTeX to MathML, with thin spaces around "log"."""
 
     def replace(match):
         formula = convert(html.unescape(match[2]).strip(), display="block" if match[1] == "[" else "inline")
@@ -205,6 +205,6 @@ def on_page_content(content, page, config, files):
 
 
 def on_post_page(output, page, config):
-    """Load the script of the `offline` plugin from this site instead of another server."""
+    """Load the `offline` plugin's script from this site instead of another server."""
     local = posixpath.relpath("site/worker.js", posixpath.dirname(page.file.dest_uri) or ".")
     return output.replace("https://unpkg.com/iframe-worker/shim", local)
