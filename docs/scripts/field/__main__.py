@@ -17,11 +17,10 @@ def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser("python -m docs.scripts.field", description="Check the losses of a public project.")
     p.add_argument("project", choices=PROJECTS)
     p.add_argument("folder", help="the project's folder: a clone, or a wheel that was unpacked or installed")
-    p.add_argument("--seconds", type=float, default=10.0, help="time limit for each loss (default: 10)")
     p.add_argument("--laws", action="store_true", help="only check laws, and also print their notes")
     options = p.parse_args(arguments)
     project = PROJECTS[options.project]
-    verdicts = None if options.laws else judge_project(project, options.folder, options.seconds)
+    verdicts = None if options.laws else judge_project(project, options.folder)
     print(section(options.project, project, examine_project(project, options.folder), verdicts))
 
 

@@ -159,17 +159,16 @@ def as_function(code, theirs: SimpleNamespace) -> Callable:
     return run
 
 
-def judge_project(project: Project, folder: str | Path, seconds: float = 10.0) -> dict[str, Verdict]:
+def judge_project(project: Project, folder: str | Path) -> dict[str, Verdict]:
     """Compare a public project's losses with values and gradients recorded from TRL.
 
     Args:
         project: files and adapters.
         folder: clone or unpacked wheel.
-        seconds: search time per loss.
     """
     bridge = {"tolerance": 1e-5, "framework": project.framework}
     losses = losses_of(project, folder)
-    return {name: judge(loss, seconds=seconds, **bridge, **LOSSES[name]) for name, loss in losses.items()}
+    return {name: judge(loss, **bridge, **LOSSES[name]) for name, loss in losses.items()}
 
 
 def examine_project(project: Project, folder: str | Path) -> dict[str, LawReport]:
