@@ -208,8 +208,18 @@ def test_the_letter_of_a_choice_is_an_answer(solutions):
     shown = zip(solutions, "ABC", shapes.Shapes(3, "own"), strict=True)
     rows = [replace(row, messages=[user(prompt)], images=[], columns={"solution": text}) for text, _, row in shown]
     assert [check_rewards.answer_forms(row, PROCESSOR)[0] for row in rows] == ["A", "B", "C"]
-    message = "3 of 3 solutions that were checked are lists, objects, floats, boxes, or texts or indices of choices"
+    message = "3 of 3 solutions that were checked are lists, objects, numbers, boxes or choices"
     assert any(sentence.startswith(message) for sentence in findings([get_reward("accuracy")], rows))
+
+
+@pytest.mark.parametrize(("solution", "answer"), [
+    ("(B)", "B"), (r"\boxed{cat}", "cat"), ("1,200", "1200"), ("12,00", None), ("f(x)", None),
+])  # fmt: skip
+def test_a_solution_with_signs_that_an_answer_may_lack_is_reported(solution, answer):
+    rows = [replace(row, columns={"solution": solution}) for row in shapes.Shapes(2, "own")]
+    found = [text for text in findings([get_reward("accuracy")], rows) if "compares as text" in text]
+    assert bool(found) == bool(answer)
+    assert all(f"the answer {answer!r} gets 0.00 for the solution {solution!r}" in text for text in found), found
 
 
 def test_a_number_of_which_the_choices_have_the_text_is_no_index():

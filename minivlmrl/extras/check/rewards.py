@@ -39,6 +39,7 @@ REWARD_HACK_PROBES = {
 
 NOISE = 1e-6  # tolerance when a completion is scored twice
 NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
+MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # (B), \boxed{cat} or 1,200
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
 MAX_FORMS = 8  # maximum list elements to try as answers
 
@@ -256,11 +257,11 @@ def check_forms(trial: Trial) -> Iterator[str]:
         if faults and "solution" in reward.columns:
             solution, text, value = faults[0]
             yield (
-                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, floats, boxes, or "
-                f"texts or indices of choices, which reward {reward.name} compares as text. For example, the answer "
+                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, numbers, boxes or "
+                f"choices, which reward {reward.name} compares as text. For example, the answer "
                 f"{truncate(text, 40)} gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as "
                 "the solution of each row, or use a reward that reads these solutions, such as "
-                "recipes/answers.py:choice for the letter of a choice."
+                "choice or number in recipes/answers.py."
             )
 
 
@@ -395,7 +396,8 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     """Return different ways to write a row's correct answer; `str(solution)` is last.
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
-    "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. Boxes get the model's unit.
+    "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. "1,200" gives `1200` and `1,200`.
+    Boxes get the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
@@ -415,6 +417,8 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
         if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
             forms = [choices[int(number)][0]]
+        if marked := MARKED.fullmatch(number):
+            forms.append(marked[marked.lastindex or 0].replace(",", ""))
     return [*forms, str(solution)]
 
 

@@ -70,7 +70,8 @@ def prepare(row: dict, dropped: Counter) -> Columns:
     number_images(columns)
     add_choices(columns)
     if "kto_tag" in columns and "label" not in columns:
-        columns["label"] = columns.pop("kto_tag")
+        tag = columns.pop("kto_tag")
+        columns["label"] = {"true": True, "false": False}.get(str(tag).lower(), tag)
     return columns
 
 

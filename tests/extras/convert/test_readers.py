@@ -89,6 +89,12 @@ def test_an_empty_answer_is_no_completion_and_a_solution_is_kept(read):
     assert read({"conversations": turns, "solution": "2"}).columns["solution"] == "2"
 
 
+@pytest.mark.parametrize(("tag", "label"), [("False", False), ("true", True), (False, False)])
+def test_a_label_that_is_a_text_is_read(read, tag, label):
+    row = read(SHOWN["LLaMA-Factory, kto"] | {"kto_tag": tag}, required=("problem", "label"))
+    assert row.columns["label"] is label
+
+
 CHOICES = "How many?\nA. one\nB. two"
 
 
