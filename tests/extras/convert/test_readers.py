@@ -269,3 +269,15 @@ def test_the_images_of_an_answer_that_is_dropped_are_dropped_too(read, tmp_path)
 def test_rows_that_another_project_cannot_read_are_refused(read, row, project, expected):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{expected}"):
         read(row, to=project)
+
+
+@pytest.mark.parametrize(("name", "role", "content"), [
+    ("messages", "role", "content"), ("conversations", "from", "value"),
+])  # fmt: skip
+@pytest.mark.parametrize("empty", ["", " ", None])
+def test_a_tool_call_without_text_is_no_solution(read, name, role, content, empty):
+    call = {"type": "function", "function": {"name": "zoom", "arguments": {}}}
+    turns = [("user", "How many?"), ("assistant", empty), ("tool", "5"), ("assistant", "2")]
+    turns = [{role: speaker, content: text} for speaker, text in turns]
+    turns[1]["tool_calls"] = [call]
+    assert read({name: turns}).columns.get("solution") is None
