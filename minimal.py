@@ -839,6 +839,14 @@ def read_files(folder) -> dict[str, bytes]:
     return files
 
 
+def check_template(folder, files):
+    """Refuse a chat template whose system turn differs from that in `render`."""
+    for name, content in files.items():
+        if name.startswith("chat_template") or b'"chat_template": "' in content:
+            is_same = b"You are a helpful assistant." in content
+            require(is_same, f"{folder / name}: train.py reads other chat templates than Qwen2.5-VL's")
+
+
 def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
     """Return the smallest and largest area of an image, and note them for the saved folder."""
     name = "processor_config.json"  # of transformers 5
@@ -898,6 +906,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
         model = QwenVL(config)
     model.tokenizer = read_tokenizer(folder, config["image_token_id"])
     model.files = read_files(folder)
+    check_template(folder, model.files)
     model.pixels = read_pixels(folder, model.files, max_pixels)
     model.template = "{problem}"  # what surrounds each question of the rows
     weights = read_weights(folder, device, dtype)

@@ -166,6 +166,7 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
     (CONFIG, "quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "hidden_act is 'quick_gelu'"),
     (CONFIG, "image_token_id", 7, "image_token_id in config.json is not the id of <|image_pad|>"),
+    ("tokenizer_config.json", "chat_template", "You are Bob.", "train.py reads other chat templates than Qwen2.5-VL's"),
     (IMAGES, "image_mean", [0.5, 0.5, 0.5], "image_mean is [0.5, 0.5, 0.5]"),
     (IMAGES, "image_std", [0.5, 0.5, 0.5], "image_std is [0.5, 0.5, 0.5]"),
     (IMAGES, "image_std", 0.5, "image_std is 0.5"),
