@@ -55,7 +55,7 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
-MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green and blue in CLIP's images
+MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # mean red, green and blue in CLIP's images
 STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 
 
@@ -64,7 +64,7 @@ def load_image(file) -> PIL.Image.Image:
     try:
         image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
         image = PIL.ImageOps.exif_transpose(image)
-    except OSError as error:  # for example, if the file is cut off
+    except OSError as error:  # for example, a truncated file
         raise OSError(f"{file} cannot be read as an image: {error}") from error
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
@@ -110,7 +110,7 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
         patch,  # 6: x of the pixel in its patch
         3,  # 7: the channel
     )
-    # The patches of an image token become consecutive; a patch is ordered as the tower's weights.
+    # The patches of an image token become consecutive, with values ordered as the tower's weights.
     x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
     patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
@@ -154,7 +154,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
         "system\nYou are a helpful assistant.",
         end,
         "\n",
-        start,  # the user turn, which goes on in the loop
+        start,  # the user turn; the loop adds images and text
         f"user\n{first}",
     ]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -686,8 +686,8 @@ def sft(model, reference, rows, options):
 def make_reference(model) -> QwenVL:
     """Return a copy of the model, which stays as it is while the model is trained.
 
-    On a GPU, the matrices of the copy are kept in bfloat16, which takes half of the memory. They
-    are multiplied in bfloat16 anyway, so the log-probabilities are the same.
+    On a GPU, the matrices of the copy are kept in bfloat16, which takes half of the memory. Matrix
+    products are in bfloat16 anyway, so the log-probabilities are the same.
     """
     reference = copy.deepcopy(model).requires_grad_(False)
     for module in reference.modules():
@@ -828,7 +828,7 @@ def read_config(folder) -> dict:
 
 
 def read_files(folder) -> dict[str, bytes]:
-    """Read the files in KEPT. Links may lead into the folder or to the Hub's blobs."""
+    """Read the files that match KEPT. Links may lead into the folder or to the Hub's blobs."""
     files = {}
     for pattern in KEPT:
         for file in folder.glob(pattern):
@@ -849,7 +849,7 @@ def check_template(folder, files):
 
 def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
     """Return the smallest and largest area of an image, and note them for the saved folder."""
-    name = "processor_config.json"  # of transformers 5
+    name = "processor_config.json"  # written by transformers 5
     content = json.loads(files.get(name, "{}"))
     images = content.get("image_processor")
     if images is None:
@@ -908,7 +908,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     model.files = read_files(folder)
     check_template(folder, model.files)
     model.pixels = read_pixels(folder, model.files, max_pixels)
-    model.template = "{problem}"  # what surrounds each question of the rows
+    model.template = "{problem}"  # text around each question
     weights = read_weights(folder, device, dtype)
     is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
     if is_tied:
@@ -948,9 +948,9 @@ def save(model, folder):
 # ---- File of rows -> rows
 
 ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
-# with these fields, a row means another prompt than minimal.py would make of it
+# unsupported fields that change the prompt
 REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
-# as in recipes/own_data.yaml
+# sentence after each question, as in recipes/own_data.yaml
 ASK = " First think about it between <think> and </think>, then give the answer alone "
 ASK += "between <answer> and </answer>."
 
@@ -997,7 +997,7 @@ def find_template(rows, answers) -> str:
 def read_rows(file, answers) -> tuple[list[dict], str]:
     """Read rows from JSON Lines, in which image paths are relative to the file, and a template."""
     rows = []
-    lines = Path(file).read_bytes().split(b"\n")  # a question may have other separators of lines
+    lines = Path(file).read_bytes().split(b"\n")  # a question may contain other line separators
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -1132,7 +1132,7 @@ def make_folder(folder):
         config[key] = tokenizer.token_to_id(f"<|{name}|>")
     write_json(folder / "config.json", config)
     write_json(folder / "preprocessor_config.json", IMAGES)
-    # for transformers
+    # end and padding tokens for transformers
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     ends = [tokenizer.token_to_id(name) for name in names.values()]
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
@@ -1197,7 +1197,7 @@ def read_options() -> argparse.Namespace:
         parser.set_defaults(max_new_tokens=20, beta=0.02)
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    options = parser.parse_args()  # once more, with the defaults of this run
+    options = parser.parse_args()  # parse again, with this run's defaults
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
@@ -1244,14 +1244,14 @@ def main():
     torch.manual_seed(options.seed)
     # The output folder is made before the first step, so that no step is lost.
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if it cannot be written
+    tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if the folder cannot be written
     if options.folder:
         rows, template = read_rows(options.rows, ANSWERS[options.stage])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load(options.folder, device, max_pixels=options.max_pixels)
         model.template = template
     else:
-        torch.set_num_threads(1)  # the tensors are too small to share the work
+        torch.set_num_threads(1)  # the tensors are too small for more threads
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
     check_space(model, options.output_dir)

@@ -228,7 +228,7 @@ def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions:
         logps.append(way(model, prompt, part_of))
         (logps[-1] * weight).sum().backward()
     gradients = [p.grad for p in ours.parameters()]
-    ours.zero_grad()  # sets gradients to None
+    ours.zero_grad()
     return torch.cat(logps).detach(), gradients
 
 

@@ -79,7 +79,7 @@ def write_model(folder: Path, toy: bool) -> Path:
     images = json.loads((tiny / "preprocessor_config.json").read_text())
     one_file.write_json(path / "preprocessor_config.json", images | {"patch_size": 14, "min_pixels": 3136})
     weights = build(config_json.from_dict(config), torch.bfloat16).state_dict()
-    weights = {name: x for name, x in weights.items() if name != "lm_head.weight"}  # tied to the embedding
+    weights = {name: x for name, x in weights.items() if name != "lm_head.weight"}  # lm_head is tied
     one_file.save_file(weights, path / "model.safetensors", {"format": "pt"})
     del weights
     torch.cuda.empty_cache()

@@ -85,7 +85,7 @@ def trl_clock(after_step: Callable[[int, float], bool | None]):
     """Create a callback that times TRL steps, and calls `after_step` with step number and seconds.
 
     Training ends if `after_step` returns True. From on_step_begin to on_step_end, TRL generates, scores with the
-    reference, runs forward and backward, clips and updates. Rows are loaded before.
+    reference, runs forward and backward, clips and updates. Loading rows is not timed.
     """
     import transformers
 

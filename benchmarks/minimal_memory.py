@@ -39,7 +39,7 @@ from minivlmrl.model import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-SIDE, TEXT, ANSWER = 616, 60, 256  # pixels, tokens, tokens
+SIDE, TEXT, ANSWER = 616, 60, 256  # pixels, text tokens, answer tokens
 
 
 class Count(TorchDispatchMode):

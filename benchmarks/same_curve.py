@@ -1,7 +1,7 @@
 """Train the built-in task with GRPO in minivlmrl and TRL, and compare accuracy over steps and over CPU seconds.
 
     python benchmarks/same_curve.py --json docs/papers/same_curve.json    # an hour on one core; needs .[test]
-    python benchmarks/same_curve.py --toy                                 # two steps of both
+    python benchmarks/same_curve.py --toy                                 # two steps per trainer
 
 Both trainers start from the same SFT model, with the same rows in the same order and the same options, which were not
 tuned. The same function evaluates both on the same held-out images, while the clock is stopped. A run is a process with
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--toy", action="store_true", help="two steps of both trainers")
     parser.add_argument("--json", type=Path, help="file for the results, which is written after each run")
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
-    parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)  # for one run in this process
+    parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)  # internal: one run in this process
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = TOY if options.toy else FULL

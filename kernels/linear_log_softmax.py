@@ -55,7 +55,7 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # only one without Triton
+        self.tiles = slices(len(weight), width)  # a single slice without Triton
         self.hidden = hidden
         # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
@@ -236,7 +236,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None for unused outputs
+    ctx.set_materialize_grads(False)  # None as gradient of unused outputs
 
 
 def _differentiate_scores(ctx, g, e, *_):

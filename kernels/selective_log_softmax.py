@@ -95,7 +95,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select rows from tensors, in contiguous memory; None stays None."""
+    """Select rows from tensors (None stays None), in contiguous memory."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 

@@ -96,7 +96,7 @@ def completion_attention(
         (R, H, C, D) attention outputs.
     """
     num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # in float32
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32 scores
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):

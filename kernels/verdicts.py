@@ -41,7 +41,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
             )
         elif isinstance(result, str):
             reasons[kernel] = f"failed its self-test on the GPU {name} ({result})"
-        elif not result <= TOLERANCE:  # also true for NaN
+        elif not result <= TOLERANCE:  # NaN also fails the check
             reasons[kernel] = f"has a relative error of {result:.1%} on the GPU {name}"
     return reasons
 
@@ -106,7 +106,7 @@ def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 def check_kernel(device: str, kernel: str) -> float | str:
     """Run self_test.py for one kernel; return its relative error, or an error message."""
     command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
-    search_path = [path or os.getcwd() for path in sys.path]  # "" is the working folder
+    search_path = [path or os.getcwd() for path in sys.path]  # "" in sys.path: working folder
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
     try:
         done = subprocess.run(

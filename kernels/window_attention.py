@@ -83,7 +83,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)
     out = varlen_attn(q, k, v, starts, starts, longest, longest)
-    assert isinstance(out, Tensor)  # a tuple only with return_aux
+    assert isinstance(out, Tensor)
     return out
 
 

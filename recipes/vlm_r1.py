@@ -28,7 +28,7 @@ def ap_50(
 ) -> list:
     """Compute the average precision at IoU 0.5 in an image, averaged over labels.
 
-    As in COCO, it is the mean precision over 101 recall levels. Answers have no confidence scores, so objects are
+    As in COCO, precision is averaged over 101 recall levels. Answers have no confidence scores, so objects are
     ranked in answer order. Labels that are not in the image count as 0.
     """
 

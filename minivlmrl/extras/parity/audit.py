@@ -94,7 +94,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # sampled ids cannot be aligned with different tokens
+            d.sampled = None  # token ids differ, so sampled ids cannot be aligned
     return findings
 
 

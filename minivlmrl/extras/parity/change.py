@@ -11,7 +11,7 @@ from minivlmrl.extras.parity.names import SCOPES
 class Values:
     """Argument `s` in formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
 
-    Attributes come from the given values, `place`, its loss options or the step, in this order.
+    Attributes are looked up in `values`, `place`, `place.options` and `step`, in this order.
     """
 
     def __init__(self, step, place=None, **values):
@@ -84,7 +84,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def numbered(change: dict) -> dict:
-    """Bind the fitted number c into formulas, as combined bugs may each have one."""
+    """Bind the fitted number c into formulas: combined bugs may have different numbers."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

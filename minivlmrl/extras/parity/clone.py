@@ -89,7 +89,7 @@ class Answers:
 
 @dataclass
 class Case:
-    """Test case in one of the LAYOUTS."""
+    """Test case whose advantages and mask have one of the LAYOUTS."""
 
     batch: dict
     options: dict
@@ -225,7 +225,7 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 @dataclass
 class Audited:
     candidate: Candidate
-    result: str  # agrees, design, mistake, broken law, differs or not bound
+    result: str  # agrees, design, mistake, broken law, differs, not bound (error)
     says: str
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ class Unknown:
         return False
 
     def __call__(self, *values, **named):
-        if any(isinstance(getattr(x, "ndim", None), int) for x in (*values, *named.values())):  # tensor or array
+        if any(isinstance(getattr(x, "ndim", None), int) for x in (*values, *named.values())):
             raise UserError(f"{self._name} is not in the folder")
         return self
 

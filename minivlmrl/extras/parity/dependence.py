@@ -43,8 +43,8 @@ def depends(
     token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and the answers in a pair,
     masks that show later tokens or padding, unshifted labels, and unused or exchanged images.
 
-    The check needs a forward pass per token and per vocabulary entry, so use a tiny model. With only_images=True, it
-    needs one per image, and the model may have any size.
+    The check needs a forward pass per token and per vocabulary entry, so use a tiny model. With only_images=True, a
+    pass per image is enough, and the model may have any size.
 
     Args:
         logps: function (ids) -> (B, K), log-probabilities of the last K tokens per row, in nats, as your trainer
@@ -120,7 +120,7 @@ class Forward:
     def moved(self, *inputs: Tensor) -> list[Place]:
         """Return the tokens whose log-probs change with these inputs."""
         change = (self(*inputs) - self.usual).abs()
-        is_moved = ~(change <= self.tolerance)  # NaN counts as moved
+        is_moved = ~(change <= self.tolerance)  # NaN counts as a change
         return [(row, self.first + column) for row, column in is_moved.nonzero().tolist()]
 
 

@@ -59,7 +59,7 @@ class Examined:
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
         if kind == "dpo":
-            self.options["loss_type"] = [self.loss_type]  # list, as in the recorded cases
+            self.options["loss_type"] = [self.loss_type]  # DPO's loss_type is a list, as in TRL
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
         """Return the detached loss and its gradient for a batch."""
@@ -118,7 +118,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0, so that all tokens have a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # advantages not near 0: all tokens have a gradient
     return batch
 
 

@@ -37,7 +37,7 @@ def from_jax(my_loss: Callable) -> Callable:
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
-    functions = {}  # {options: (function, names that the loss reads)}
+    functions = {}  # {options: (compiled loss, arguments that it reads)}
     jit = jax.jit
 
     def function_of(options: dict) -> tuple[Callable, set[str]]:

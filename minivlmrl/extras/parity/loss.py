@@ -178,7 +178,7 @@ class CloseLoss:
     """TRL loss to compare a user's loss with."""
 
     only: dict  # options that select this TRL loss
-    cases: list[int]  # test case indices
+    cases: list[int]  # indices of the test cases with these options
     share: float  # fraction of cases that differ
 
     def __str__(self) -> str:

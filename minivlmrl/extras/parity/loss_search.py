@@ -54,7 +54,7 @@ def as_step(
     mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
     tensors = {**rows, "completion_mask": mask, "input_ids": zeros, "prompt_mask": zeros, "loss": value.view(1)}
-    if options["kind"] == "dpo":  # other losses have no pairs
+    if options["kind"] == "dpo":  # only DPO has answer pairs
         number = torch.arange(len(mask))
         tensors |= {"pair": number // 2, "chosen": 1 - number % 2}
     about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
@@ -68,7 +68,7 @@ def as_step(
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
     """Call a loss for one test case, and return the case as a searchable step.
 
-    Its function `simpler` returns simpler variants of the case.
+    The step's function `simpler` returns simpler variants of the case.
     """
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
@@ -118,7 +118,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield without_ref, options | {"beta": 1.0}  # reveals bugs in answer order or margin
         yield without_ref, options  # reveals beta bugs
         yield one_token, options  # reveals reference bugs
-        yield pair, options  # reveals token-sum bugs
+        yield pair, options  # reveals bugs in the sum over tokens
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
@@ -211,7 +211,7 @@ class Combination:
         ]
         simplest = left[0]
         left.sort(key=lambda search: count_wrong(search.base))
-        fewest, most = left[0], left[-1]  # cases with the fewest and the most differing numbers
+        fewest, most = left[0], left[-1]
         chosen = dict.fromkeys((simplest, most, fewest))
         plain, scoped, fitted = self.bugs
 
@@ -229,7 +229,7 @@ class Combination:
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases; skip later tables if one explains all."""
+        """Return the bugs that explain the most test cases; later tables are skipped if a bug explains all."""
         counts = {}  # {description: (explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:

@@ -233,7 +233,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     weight = weight.clone()
     weight.grad = gradient
     numbers = {"lr": options["learning_rate"], "betas": options["betas"], "eps": change("eps", options["eps"])}
-    is_coupled = change("coupled", False)  # True simulates Adam with L2 regularization
+    is_coupled = change("coupled", False)  # if True, Adam with L2 regularization
     optimizer = Adam([weight], **numbers, weight_decay=decay, decoupled_weight_decay=not is_coupled)
     step = torch.tensor(change("step", options["step"]) - 1.0)
     optimizer.state[weight] = {"step": step, "exp_avg": state[0].clone(), "exp_avg_sq": state[1].clone()}

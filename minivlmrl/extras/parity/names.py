@@ -30,7 +30,7 @@ class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
     kinds: str  # names of Dump attributes that list the parts, separated by spaces
-    formula: Callable | None = None  # None: a part is a wrong order of rows or tokens
+    formula: Callable | None = None  # bug in a part; None = the part is a wrong order
 
 
 regions = partial(Scoped, "regions")
@@ -510,15 +510,15 @@ class Target:
     effect: str  # how these mistakes affect training
     stages: str = ""  # stages and loss kinds, separated by commas
     source: str = ""  # code line, paper, issue or pull request
-    about: str = ""  # clipping or padding
+    about: str = ""  # topic: clipping or padding
     needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects that do this on purpose (a design), with their option
-    threshold: float = 0.0  # with a smaller fitted number, the design is a mistake
+    used_by: str = ""  # projects that do this on purpose, with their option
+    threshold: float = 0.0  # fitted numbers below this are mistakes
     unread: str = ""  # option or tensor that a design does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
-    general: dict[str, str] = field(default_factory=dict)  # {quantity: names of tables in GENERAL}
+    general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of tables in GENERAL}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))

@@ -28,7 +28,7 @@ from minivlmrl.extras.parity.examined import (
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # log-prob in batches with one token
+LOGP = -2.0  # log-prob of the token in one-token batches
 
 
 def asked_type(loss: Examined) -> str | None:
@@ -204,7 +204,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
     smallest, largest = min(weights), max(weights)
     cap = edge(loss, 50.0, advantage=-1.0)
     if cap < 1.05 * high:
-        cap = math.inf  # no dual clip
+        cap = math.inf  # the loss has no dual clip
     one_bound = (
         f"only one bound: the ratio is clipped at {same:g} instead of {high:g}, because epsilon_high is not used"
     )
@@ -228,7 +228,7 @@ def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # a mask: clipped tokens would keep their value
+    if value == 0:  # value 0: masked, not clipped
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         gates.append(Gate(mask, lambda ratio, advantage: ratio * ((ratio >= first) & (ratio <= last)), (), CLIPPED))
@@ -265,7 +265,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_gate(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # with a single clip bound, fewer tokens may look wrong
+        # with epsilon_low as both bounds, fewer tokens may look wrong
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         gates = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(gate, misfits(gate, tokens, loss.tolerance)) for gate in gates]
@@ -374,7 +374,7 @@ AVERAGES = (
         (),
     ),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # projects average other losses differently
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # averaged the same way in all projects
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:

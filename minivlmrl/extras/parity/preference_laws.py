@@ -31,7 +31,7 @@ def recognize_ipo(loss: Examined):
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
     """Check that the loss falls if the chosen answer gains, and rises if the rejected answer gains."""
-    # both answers lost likelihood, the chosen one more: no loss is flat or at a minimum here
+    # no loss is flat or minimal if both answers lost likelihood, the chosen one more
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
     for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):

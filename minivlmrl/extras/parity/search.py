@@ -119,7 +119,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
     for key, target in table.TARGETS.items():
         could_be = not target.read or d.reads(target.read)
         if target.about.startswith("clipping") and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
-            continue  # these losses do not clip
+            continue  # SAPO and VESPO do not clip
         if names & target.stage_names() and target.needs in d and could_be:
             if target.unread and d.reads(target.unread):
                 target = replace(target, used_by="")
@@ -151,7 +151,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
 
 
 def computed(name: str, d: Dump, change: dict | None) -> Any:
-    """Recompute a stage, such as the loss, with a simulated bug; `change` = {} for none.
+    """Recompute a stage, such as the loss, with a simulated bug ({} = none).
 
     Returns None if the computation fails with this bug. Raises SearchEndedError after the deadline.
     """
@@ -170,7 +170,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # as in `formulas.distance`
+        if d.case_tolerance:  # loss test case: errors relative to max(1, largest number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
         else:  # limit the unit: huge numbers from a bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
@@ -235,7 +235,7 @@ class Region(NamedTuple):
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     """List the whole step, and parts that contain all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # these stages do not compare rows
+    if name in ("advantages", *BY_PARAMETER):  # no step rows in advantages and parameters
         return regions
     for says, rows in d.row_sets.items():
         by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}
@@ -378,7 +378,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the recorded numbers, for at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # many bugs fit one wrong token id or learning rate, so only trained padding gets a name
+    # many bugs fit a single wrong learning rate or token id: try none, or only trained padding
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
     # a bug may leave 1 % of the original error, limited to 1e-5 to 3e-5

@@ -258,7 +258,7 @@ class PolicyPieces:
         d = change.d
         self.change = change
         self.options = loss_options(change)
-        self.mask = mask_in(change, "the ratio")  # tokens in importance ratios
+        self.mask = mask_in(change, "the ratio")
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
@@ -339,7 +339,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding` is for terms that are differences between larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding`: for terms that are differences of larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)

@@ -25,7 +25,7 @@ from minivlmrl.json_files import read_json, write_json
 
 # errors caused by a recorded tensor or field with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder beside this one, with the step that sampled a row
+OTHER_STEP = "../{}/"  # folder of the step that sampled a row, relative to this step's folder
 
 
 class SearchEndedError(Exception):
@@ -140,7 +140,7 @@ class Dump(dict):
     def sampled(self) -> Tensor | None:
         """Sampled token ids at their columns in the step, and flags: 1 for sampled tokens, 0 for tool responses.
 
-        Shape (2, n, S + L), -1 = padding. None without sampler ids, or if the trainer has different ids.
+        Shape (2, n, S + L) for L sampler columns, -1 = padding. None without sampler ids, or if the trainer's differ.
         """
         if "sampler_ids" not in self:
             return None

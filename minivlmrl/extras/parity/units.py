@@ -14,7 +14,7 @@ WITHIN = {
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# index -1 gives 0; in a row of three tokens, "the next token" has the indices 1, 2 and -1
+# {order: function of indices}; -1 gives 0, so "the next token" in a row of three is 1, 2, -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
@@ -71,7 +71,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
         orders |= ordered(WITHIN, "row", unit, blocks, all_rows)
-        if len(set(map(len, blocks))) == 1:  # blocks of equal size
+        if len(set(map(len, blocks))) == 1:
             orders |= ordered(BLOCKS, "row", unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
 
@@ -111,7 +111,7 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with an advantage of 0"] = d["advantages"] == 0
     sets |= ends(place_within(d["micro_batch"], d.all_rows), "row", " of each micro-batch")
     sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single row fits too many descriptions
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # drop single rows: many descriptions fit
     return different(sets, torch.tensor(False))
 
 
