@@ -1,4 +1,4 @@
-"""Optional features. Recipes that use none of them run the same without the folder extras/.
+"""Optional features. Recipes that use none of these features run the same without the folder extras/.
 
 The core loads these modules by name: watchers (run/callbacks.py) in every run, others if a recipe, a command or a
 model's config.json names them.

@@ -72,7 +72,7 @@ class Part:
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # excludes a completion's last token
+    span: slice  # token positions, without a completion's last token
     images: list[tuple[int, range]]  # (first position, patch indices) per image
 
 

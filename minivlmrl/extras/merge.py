@@ -25,7 +25,7 @@ def main(arguments: list[str]):
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
-    merged_file = folder / "adapter" / WEIGHTS  # saved by a run beside merged weights
+    merged_file = folder / "adapter" / WEIGHTS  # runs save the adapter beside merged weights
     if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
         raise UserError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
     with unchanged(folder, adapter):

@@ -11,8 +11,8 @@ CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 FILES = (
-    PACKAGE / "docs" / "coming_from.md",  # in a wheel
-    PACKAGE.parent / "docs" / "coming_from.md",  # in a clone
+    PACKAGE / "docs" / "coming_from.md",  # path in an installed wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # path in a source clone
     PACKAGE / "extras" / "other_names.md",
 )
 NO_OPTION = "minivlmrl has no such option"
@@ -52,7 +52,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])
-    if not named and not section:  # a removed option without its section
+    if not named and not section:  # find a removed option without its section
         named = [row for full in tables if full.endswith(f".{name}") for row in tables[full] if row.title == "removed"]
     for row in named:
         if row.title == "removed":

@@ -1,8 +1,8 @@
 """Compute DPO reference log-probs before the first step, without a second model.
 
-With `dpo.precompute_ref_log_probs`, they are computed by the policy while it still equals the reference. A resumed run
-reads them from reference_logps.safetensors in output_dir. Rows can also provide sums in TRL's columns ref_chosen_logps
-and ref_rejected_logps.
+With `dpo.precompute_ref_log_probs`, the policy computes the log-probs while it still equals the reference. A resumed
+run reads the log-probs from reference_logps.safetensors in output_dir. Rows can also provide sums in TRL's columns
+ref_chosen_logps and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ class StoredReference:
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # no weights, because checkpoints would save them
+        self.model = nn.Module()  # empty, because checkpoints would save its weights
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Return reference log-probs in nats, (answers, tokens)."""
@@ -106,7 +106,7 @@ class ReferenceLogps(Callback):
                     if name in self.datasets:
                         stored |= compute(trainer, self.datasets[name])
             trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file), f"write {self.file}")
-        trainer.reference = StoredReference(stored)  # pyright: ignore[reportAttributeAccessIssue] (has its methods)
+        trainer.reference = StoredReference(stored)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    if not folder.is_dir():  # do not resume a recipe: output_dir may contain another run
+    if not folder.is_dir():  # replay a recipe from its start: output_dir may have another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
     return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)
@@ -196,7 +196,7 @@ def logps_now(trainer: Trainer, row: Row, completions: list[Completion], tempera
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # None for an answer from the dataset
+    if completion.logps is not None:  # answers from the dataset have no sampler log-probs
         sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()

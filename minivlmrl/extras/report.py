@@ -128,7 +128,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
-    draft.unlink(missing_ok=True)  # may be a symlink
+    draft.unlink(missing_ok=True)  # never write through a symlink
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
     draft.replace(out)  # atomic: a browser may be loading the page
 
@@ -137,7 +137,7 @@ def collect_run(folder: Path) -> dict:
     config_file, summary_file = file_inside(folder, RUN_CONFIG), file_inside(folder, SUMMARY)
     with error_context(config_file):
         config = config_file.read_text("utf-8") if config_file.is_file() else None
-    summary = read_summary(summary_file) if summary_file.is_file() else None  # None if the run has not ended
+    summary = read_summary(summary_file) if summary_file.is_file() else None
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
     metrics = read_metrics(file_inside(folder, METRICS))
@@ -191,7 +191,7 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     """Describe how the first held-out metric changed per stage, and whether this can be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
-    values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # None is NaN
+    values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # summary.json stores NaN as null
     is_complete = len(values) == len(evaluations) > 1 and all(0 <= value <= 1 for value in values)
     if not (is_complete and num_rows):
         return None
@@ -234,7 +234,7 @@ def join_steps(lines: list[dict]) -> dict:
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
-        kind = name.rpartition("/")[2].partition("_")[0]  # such as min in completions/min_length
+        kind = name.rpartition("/")[2].partition("_")[0]  # prefix, such as min in completions/min_length
         if len(lines) == 1 or not values or name in ("stage", "step"):
             joined[name] = lines[-1].get(name)
         elif kind in ("min", "max"):

@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use it as the
-reward `reward_model`.
+The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use the
+trained model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def last_windows(
 class RewardModelScores:
     """Score completions with the reward model in reward_model.path, by default the run's own.
 
-    It gets the policy's token ids and patches, so its tokenizer, family and patch size must match.
+    The reward model gets the policy's token ids and patches, so its tokenizer, family and patch size must match.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -145,8 +145,8 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` drops the last token, because nothing is predicted from it, so this function repeats it first. Example:
-    completion a has 3 tokens, b has 2:
+    `pack` drops a completion's last token, so this function repeats that token first. Example: completion a has 3
+    tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -169,8 +169,8 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
     """Load a value model to score a policy's completions.
 
     Args:
-        same_base: whether the adapters belong to the policy's base weights. Both models then share these weights,
-            unless sharded.
+        same_base: whether the adapters belong to the policy's base weights, which policy and value model then
+            share, unless sharded.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -182,7 +182,7 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return reward-model scores as rewards; they are unbounded."""
+    """Return unbounded reward-model scores as rewards."""
     return reward_model_scores
 
 

@@ -146,12 +146,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # for image tensors, such as pixel_values and image_grid_thw
+            # image tensors, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return dapo's loss denominator: mean tokens per step and process, from TRL's count over all of them."""
+        """Return dapo's loss denominator: mean tokens per step and process, from TRL's total count."""
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation

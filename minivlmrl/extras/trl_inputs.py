@@ -49,7 +49,7 @@ class InputCheck(TrainerCallback):
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # while the model runs with gray images
+        self.is_comparing = False  # whether the model runs with gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:
@@ -123,7 +123,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
             for image, _ in images:
                 parts[image] = torch.zeros_like(parts[image])
             changed = outputs(**{pixels: torch.cat(parts)}) != original
-            # the loss is one number for all rows
+            # a scalar loss depends on all rows
             by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
             unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
         if unseen:

@@ -3,8 +3,8 @@
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
 vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only logits, and
-minivlmrl samples from them. So completions do not depend on other rows, and in float32 they equal those sampled without
-vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+minivlmrl samples from them. So completions do not depend on other rows and, in float32, equal completions without vLLM.
+To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
 Dimensions: r rows in the batch, V vocabulary size.
 """
@@ -125,7 +125,7 @@ class TokenChooser:
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
     def add_request(self, slot: int, params) -> bool:  # called by vLLM's V2 model runner
-        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 during vLLM's warmup
+        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # vLLM's warmup requests have no row: -1
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
@@ -162,7 +162,7 @@ class VLLMSampler(Sampler):
         model_config = config.model.config
         if config.model.path is not None:
             model_config = find_folder(config.model.path) / "config.json"
-        if model_config is None:  # build_model raises the error later
+        if model_config is None:  # build_model reports the missing config
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
@@ -255,7 +255,7 @@ class VLLMSampler(Sampler):
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
-        num_patches = prompt.image_grid_thw.prod(-1)  # patches per image
+        num_patches = prompt.image_grid_thw.prod(-1)
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
         spans = []
         for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):

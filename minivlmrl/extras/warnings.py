@@ -23,8 +23,8 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
-WINDOW = 10  # consecutive optimizer steps
-BASELINE_ROLLOUTS = 50  # number of rollouts in `majority_baseline`
+WINDOW = 10  # optimizer steps in a row before a warning
+BASELINE_ROLLOUTS = 50  # rollouts before a warning from majority_baseline
 FALLEN = 0.2  # warn if the mean reward falls by this fraction of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
@@ -59,7 +59,7 @@ class WarningRules:
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config
-        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to increase
+        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to maximize
         self.evaluated = evaluated  # metrics from the last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
@@ -174,7 +174,7 @@ class WarningRules:
         return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Leave out `format` if answers have no tags, because an earlier note advises removing it."""
+        """Remove `format` from reward names if answers have no tags: an earlier note covers this reward."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 

@@ -78,7 +78,7 @@ class Callback:
     def after_step(self, trainer: Trainer, number: int):
         """Update state that changes with every step, such as a moving reference model.
 
-        A checkpoint contains both the weight update and this state, or neither.
+        A checkpoint contains both the weight and the state update, or neither.
 
         Args:
             number: step in this stage, from 0.
@@ -137,7 +137,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {what it watches: class in extras/}
+WATCHERS = {  # {what the callback watches: class in extras/}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",

@@ -103,7 +103,7 @@ class Resumed(NamedTuple):
     folder: Path | None  # checkpoint to load, None = a new run
     state: TrainerState
     saved: list[Path]  # checkpoints in output_dir
-    stamps: dict[Path, tuple[int, ...]]  # file_stamps of `folder` before it was read
+    stamps: dict[Path, tuple[int, ...]]  # file_stamps of the checkpoint before reading
 
     def newer(self) -> list[Path]:
         """Return checkpoints newer than the starting point, to delete once the run has begun."""
@@ -289,9 +289,9 @@ class CheckpointManager:
         self.callbacks = callbacks
         # optimizer steps at the last checkpoint, 0 if output_dir has none
         self.saved_steps = self.state.steps if resumed.saved else 0
-        self.saved_time = clock()  # time of the last checkpoint
-        self.can_save = True  # False in the middle of a rollout
-        self.trainer: Trainer | None = None  # trainer for the stage in progress
+        self.saved_time = clock()
+        self.can_save = True  # no checkpoint is saved in the middle of a rollout
+        self.trainer: Trainer | None = None
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
@@ -365,7 +365,7 @@ class CheckpointManager:
         """Save a checkpoint after an error, on all ranks or, if every rank holds all weights, on one.
 
         Returns:
-            True if it was saved.
+            True if the checkpoint was saved.
         """
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)

@@ -56,7 +56,7 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
     """Return the columns that stages, rewards or evaluations read.
 
     Returns:
-        None (any column) with an environment, a stage from outside minivlmrl, or a reward with **columns.
+        column names; None for all columns with an environment, a user's stage, or a reward with **columns
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [
@@ -185,7 +185,7 @@ def _open_file(
     """Open a data file.
 
     Args:
-        rewards: names of rewards for its rows, empty = all.
+        rewards: reward names for the rows, empty = all.
         changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
@@ -220,8 +220,8 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     """Return the row indices that a strategy such as "first:100" or "random:10%" selects.
 
     Args:
-        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up. Random rows do not depend
-            on the run seed.
+        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up; random:N selects the same
+            rows for all run seeds.
 
     Source: sampling_strategy in VLM-R1, grpo_rec.py.
     """

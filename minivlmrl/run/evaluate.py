@@ -23,7 +23,7 @@ from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # maximum rows per rank and batch
-BATCH_TOKENS = 16384  # upper limit for sampling.max_batch_tokens in evaluations
+BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
 UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave probabilities unchanged
 # {kind of training rows: metric on held-out answers}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}

@@ -36,28 +36,28 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     Returns:
         exit code: 0, or 75 if a signal ended the run
     """
-    # recipe
+    # check the recipe
     callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
     trainers = find_trainers(config)
     check_outputs(config, trainers)
     callbacks.on_recipe(config, trainers)
 
-    # ranks
+    # connect the ranks
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
     world = signals.world  # world.stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
-        # rows, processor and weights
+        # load rows, processor and weights
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
             # last check, because its error tells the user to delete earlier results
             check_output_dir(config)
 
-        # output folder
+        # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # printed only now: a run that fails earlier leaves no files
+        if world.is_main:  # print the folder only now: a run that fails earlier leaves no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -86,9 +86,9 @@ def train_stages(
             results.save_stage(trainer)
         folder = resumed.folder if number == first else None
         steps_done = state.step if number == first else 0
-        with error_phase("load"):  # may load a reference model
+        with error_phase("load"):
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if number > first:  # only after loading, so that an out-of-memory error loses no step
+        if number > first:  # load the trainer first, so that an out-of-memory error loses no step
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
@@ -111,7 +111,7 @@ def begin_run(results: Results, resumed: Resumed):
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
             remove_state(folder)
     log.open_files(resumed.folder)
-    if not log.world.gather_objects((results.folder / BEST).is_dir())[0]:  # resumed in another folder
+    if not log.world.gather_objects((results.folder / BEST).is_dir())[0]:  # a new folder has no best weights
         results.state.best = None
     results.write_config()
     for callback in results.callbacks:
@@ -139,7 +139,7 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # generator; does not sample yet
+    steps = trainer.steps(batches)  # a generator that samples nothing yet
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
@@ -220,7 +220,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if has_gradient(batch) or loss.requires_grad:  # with FSDP, only another rank may have images
+                if has_gradient(batch) or loss.requires_grad:  # with FSDP, ranks without images also run backward
                     loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.counts(values)))

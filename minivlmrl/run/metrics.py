@@ -52,9 +52,9 @@ class MetricsLog(ExitStack):
         self.world = world
         self.state = state
         self.steps = state.steps  # optimizer steps, all stages
-        self.begin_time = 0.0  # start of the current stage
-        self.evaluated: dict[str, float] = {}  # metrics of the last evaluation
-        self.bar = ProgressBar("", 0, is_main=False)  # hidden until a stage begins
+        self.begin_time = 0.0  # stage start
+        self.evaluated: dict[str, float] = {}
+        self.bar = ProgressBar("", 0, is_main=False)  # no bar before a stage begins
         self.files = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
@@ -65,7 +65,7 @@ class MetricsLog(ExitStack):
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
-        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)  # lines per log file
+        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, self.state, resumed)
@@ -114,7 +114,7 @@ class MetricsLog(ExitStack):
 
         Args:
             steps_done: optimizer steps before a resume.
-            seconds: duration of these steps.
+            seconds: training time before a resume.
         """
         self.trainer = trainer
         self.name = trainer.stage
@@ -131,7 +131,7 @@ class MetricsLog(ExitStack):
     def snapshot_line_counts(self):
         """Store the line counts of the log files for the next checkpoint.
 
-        Rank 0 sends them to all ranks, because after an error, any rank may save the checkpoint.
+        Rank 0 sends the counts to all ranks, because any rank may save a checkpoint after an error.
         """
         counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
         self.line_counts = dict(zip(self.num_lines, map(int, counts), strict=True))
@@ -145,7 +145,7 @@ class MetricsLog(ExitStack):
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
         Evaluations after the last step are excluded, because a resumed run repeats them. After an error between an
-        update and `snapshot_line_counts`, all lines are counted, but only on rank 0.
+        update and `snapshot_line_counts`, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -309,7 +309,7 @@ def memory_use() -> dict[str, float]:
 
         unit = 1 if sys.platform == "darwin" else 1024
         use = {"peak_memory_gib": getrusage(RUSAGE_SELF).ru_maxrss * unit}
-    else:  # Windows
+    else:  # Windows has no getrusage
         return {}
     return {name: round(value / 2**30, 3) for name, value in use.items()}
 

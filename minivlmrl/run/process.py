@@ -40,7 +40,7 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # the barrier times out only on rank 0, so rank 0 did not answer
+    if asking.is_alive():  # other ranks hang in the barrier if rank 0 does not answer
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
@@ -64,7 +64,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # `record` would treat sys.exit(0) as success
+        except SystemExit as error:  # torchrun's `record` treats sys.exit(0) as success
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)

@@ -23,7 +23,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # saved in checkpoints
-BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # options that determine the best evaluation
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changed options reset the best evaluation
 
 
 class Change(NamedTuple):
@@ -102,7 +102,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         ("code in", old.files.code, new.files.code),
     )
     for words, before, now in tables:
-        for name in sorted(before.keys() & now.keys()):  # added or removed files are changed options, yielded above
+        for name in sorted(before.keys() & now.keys()):  # files in only one run appear as changed options
             if before[name] != now[name]:
                 moves_rows = words == "rows of" and is_about_rows(name)
                 text = f"changed since {saved} was saved: {words} {name}"

@@ -51,7 +51,7 @@ def check_output_dir(config: RunConfig):
             "are not an earlier run's; choose another --output_dir, or move them"
         )
     has_results = (folder / SUMMARY).exists()
-    if not config.stages and metrics_file.exists():  # a run without stages would also overwrite metrics
+    if not config.stages and metrics_file.exists():  # a run without stages would overwrite metrics.jsonl
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
         raise UserError(
@@ -89,7 +89,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows this line
+            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows the first line
             text = first_line + to_yaml(self.config)
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
@@ -160,7 +160,7 @@ class Results:
         """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
 
         For rows from a file, the guess is the most frequent held-out solution to the same question. If a question
-        occurs only once, it is the most frequent solution overall.
+        occurs only once, the guess is the most frequent solution overall.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
@@ -211,7 +211,7 @@ def print_table(results: dict, num_rows: int, chance: float | None):
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # sampled and greedy accuracy, the first two columns, have the same chance
+        # chance accuracy is the same for sampled and greedy answers, the first two columns
         first_two = list(widths.values())[:2]
         print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -137,7 +137,7 @@ class CompletionsLog:
     def write_image(self, name: str, encoded: bytes):
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
+        draft = path.with_suffix(".partial")  # a killed run must leave no broken image
         draft.write_bytes(encoded)
         draft.rename(path)
 
@@ -255,10 +255,10 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     if processor.template and processor.template.generation_prefix:
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
-    assert completion.logps is not None  # recorded by the sampler
+    assert completion.logps is not None
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" until a character is complete
+        text = stream.step(processor.tokenizer.backend, token_id) or ""  # no text before a character is complete
         yield text, round(logp, 4) if by_policy else None

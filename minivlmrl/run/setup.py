@@ -44,7 +44,7 @@ from minivlmrl.trainers.registry import find_trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Callbacks
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    # device, disk and options
+    # check device, disk and options
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
@@ -54,7 +54,7 @@ def prepare(
         expected = f"a multiple of {world.size}, the number of ranks"
         require(prompts % world.size == 0, f"{stage}.prompts_per_step", prompts, expected)
 
-    # rows and processor
+    # open rows, build the processor
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
@@ -65,7 +65,7 @@ def prepare(
     limit_epochs(config, datasets)
     callbacks.on_rows(config, datasets, processor, world)
 
-    # weights
+    # load weights
     model = build_weights(config, world, processor)
     callbacks.on_model(config, datasets, model, processor, world)
     world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")

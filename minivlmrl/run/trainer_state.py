@@ -24,7 +24,7 @@ class Fingerprints:
 @dataclass
 class TrainerState:
     seed: int
-    stages: list[str]  # in recipe order
+    stages: list[str]
     stage: Annotated[int, ">= 0"] = 0  # index of the current stage
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
@@ -35,13 +35,13 @@ class TrainerState:
     best: float | None = None  # best value of best_metric so far, negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
-    files: Fingerprints = field(default_factory=Fingerprints)  # files in the recipe
+    files: Fingerprints = field(default_factory=Fingerprints)  # hashes of files in the recipe
     # {log file: number of lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: line for the last step}, to write on resume if an error prevented it; completions.jsonl is listed only
-    # until it is written
+    # {log file: line for the last step}, to write on resume if an error came first; completions.jsonl is listed only
+    # until its lines are written
     last_lines: dict[str, dict] = field(default_factory=dict)
-    logs: dict[str, str] = field(default_factory=dict)  # from callbacks; see Callback.state_dict
+    logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
 
     def begin_stage(self, number: int):
         self.stage = number
@@ -66,5 +66,5 @@ class TrainerState:
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # "draws" in older checkpoints
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints use the field name draws
     return build(TrainerState, content, str(folder / RUN), json=True)

@@ -51,7 +51,7 @@ class Sample:
     """Sampled completion with prompt and rewards."""
 
     index: int  # index among samples on all ranks, rank 0 first
-    row: Row  # dataset row of the prompt
+    row: Row
     prompt: Prompt
     completion: Completion
     rewards: Tensor  # (K,) float32 on the CPU, NaN where a reward function returned None
@@ -78,8 +78,8 @@ class SampledBatch(MicroBatch):
 class Rollout:
     """Samples on this rank, G for each of B prompts."""
 
-    groups: list[list[Sample]]  # G samples per prompt
-    metrics: dict[str, float] = field(default_factory=dict)  # over all ranks
+    groups: list[list[Sample]]
+    metrics: dict[str, float] = field(default_factory=dict)  # {metric: value over all ranks}
 
     @classmethod
     def join(
@@ -115,10 +115,10 @@ class Step:
     """Micro-batches and metrics for one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # identical on all ranks
+    metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
     ends_rollout: bool = True  # last step on its rollout, after which checkpoints can be saved
-    rollout: Rollout | None = None  # rollout to train on
-    groups: Sequence[list[Sample]] = ()  # sampled on this rank, but other ranks may train on them
+    rollout: Rollout | None = None
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank, perhaps trained on another
 
 
 class Trainer:
@@ -137,7 +137,7 @@ class Trainer:
     needs = "prompts"  # kind of training rows, a key in NEEDS in run/datasets.py
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if completions are sampled
     samples_completions = False  # whether the stage samples and scores completions
-    trains_policy = True  # False if it trains a separate model
+    trains_policy = True  # whether the stage trains the policy, not another model
     trained: nn.Module  # module with the parameters to optimize
 
     def __init__(

@@ -18,7 +18,7 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample until enough groups have rewards that differ, and build a rollout from them.
 
-    If these are too few after max_num_batches batches, groups with equal rewards fill the rollout.
+    If too few groups differ after max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
         rows: first batch of rows.

@@ -39,7 +39,7 @@ class OfflineTrainer(Trainer):
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
-    answers = ("completion",)  # Row fields with answers
+    answers = ("completion",)
     counted_rows = slice(None)  # answers whose tokens are in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -86,7 +86,7 @@ class OfflineTrainer(Trainer):
         A rank with fewer rows repeats one from another rank, because all ranks must run a sharded model equally often.
 
         Returns:
-            row indices, repeats last, and the number that are not repeats
+            row indices with repeated rows last, and the number of rows that are not repeated
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)

@@ -25,7 +25,7 @@ class SerializedGroup:
 
     index: int  # row index in the dataset
     key: str  # seed key for sampling
-    completions: list[Completion]  # G completions
+    completions: list[Completion]
     rewards: Tensor  # (G, K)
 
     @classmethod
@@ -92,9 +92,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    Groups are assigned longest first, to the rank with the fewest tokens among those with room. A group leaves a rank
-    with room only if the difference exceeds WORTH_MOVING times the mean. If no rank exceeds the mean by more than that,
-    nothing moves.
+    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. A group leaves a rank
+    with room only if another rank has fewer tokens, by WORTH_MOVING times the mean over ranks. If no rank has over
+    (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -41,7 +41,7 @@ from minivlmrl.rewards.registry import RewardLog, training_rewards
 from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
 
-REWARD_MODEL = "reward_model"  # reward from a trained reward model
+REWARD_MODEL = "reward_model"
 
 
 def reward_models():
@@ -110,7 +110,7 @@ class RolloutTrainer(Trainer):
 
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # not set in the generator, because trial_batches needs it earlier
+        self.batches = batches  # set before the generator runs, for trial_batches
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -136,7 +136,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # rewards differ within groups, because groups with equal rewards may be dropped
+        # rewards 0 and 1 in every group, because groups with equal rewards may be dropped
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -185,7 +185,7 @@ class RolloutTrainer(Trainer):
         """
         if self.world.size == 1:
             return groups
-        from minivlmrl.trainers.rebalancing import rebalance  # not needed with one rank
+        from minivlmrl.trainers.rebalancing import rebalance  # lazy import: one rank never rebalances
 
         lengths = []
         for samples in kept:

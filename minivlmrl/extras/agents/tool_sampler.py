@@ -181,7 +181,7 @@ def copy_on_write(image: Image) -> Image:
 class AnswerSpan:
     """Location of a tool result in the packed forward pass and in the KV cache."""
 
-    row: int  # row in the decoding batch
+    row: int
     tokens: slice  # slice of the packed tool-result tokens
     prompt: int  # prompt index in the decoding batch
     prompt_length: int
@@ -253,7 +253,7 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
         new: (tokens, K, D), for all packed results.
 
     Returns:
-        (1, K, prompt_length + end, D), up to the end of the result
+        (1, K, prompt_length + end, D), the row up to the end of the result
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     # prompt without padding: (K, prompt_length, D)
@@ -313,7 +313,7 @@ class ToolSampler(Sampler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[ToolEpisode] = []  # one per row in the batch
+        self.episodes: list[ToolEpisode] = []  # one episode per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(
@@ -388,7 +388,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # list() loads lazy images
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # image grids only: videos have second_per_grid_ts > 0
+    # leave out video grids, which have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -400,7 +400,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append sampled tokens to the episodes at `rows` (r,); return which of them end, (r,)."""
+    """Append sampled tokens to the episodes at `rows` (r,); return which episodes end, (r,)."""
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []
     for row, token, turn_end, text_end in zip(*sampled, strict=True):

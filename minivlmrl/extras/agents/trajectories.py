@@ -1,6 +1,6 @@
 """Sample trajectories: multi-turn completions where each turn has its own context window.
 
-A context window is one turn's prompt. The first is the row's prompt. Later ones hold messages returned by
+A context window is one turn's prompt. The first window is the row's prompt. Later windows hold messages returned by
 `observe(rounds)` or, with sampling.history=K, all text so far and the images from the newest K rounds. A round is a
 turn with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns
 as one completion.
@@ -58,7 +58,7 @@ def has_windows(name: str, history: int | None) -> bool:
 class Round:
     """One turn with its tool calls and their results."""
 
-    text: str  # generated text
+    text: str
     parts: list[dict]  # tool results as message parts
     answers: Prompt  # tool results as token ids and patches
     images: list[PIL.Image.Image]  # images in the tool results
@@ -100,7 +100,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # for logs: the last image in each later prompt
+        # for logs: the last image in each prompt after the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -122,7 +122,7 @@ class TrajectorySampler(Sampler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[Episode] = []  # one per row in the batch
+        self.episodes: list[Episode] = []  # one episode per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(Episode, self.make_environment, self, prompts, num_generations)

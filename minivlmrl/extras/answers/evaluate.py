@@ -133,7 +133,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # a found recipe must not load code: read its rewards only if data.eval_rewards is missing
+    # load the recipe's rewards, which may run code, only if data.eval_rewards is missing
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)

@@ -1,6 +1,6 @@
 """Find options that have no effect because of another option in the recipe.
 
-These options cause notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a whole recipe.
+Ineffective options cause notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a recipe.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
-# (options, reason, condition under which they have no effect)
+# (options, reason, condition under which the options have no effect)
 Rule = tuple[str, str, Callable[[RunConfig], object]]
 
 
@@ -148,7 +148,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # this reward loads reward_model.path
+            if "reward_model" in config.rewards:  # a reward also loads reward_model.path
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data

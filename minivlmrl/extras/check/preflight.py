@@ -39,7 +39,7 @@ from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # maximum solutions to check: takes a few seconds
 NUM_IMAGES = 16  # maximum images whose boxes are checked
-TYPICAL_WEIGHT = 0.01  # typical magnitude in models with billions of parameters
+TYPICAL_WEIGHT = 0.01  # typical absolute weight in models with billions of parameters
 
 
 class Preflight(Callback):
@@ -55,7 +55,7 @@ class Preflight(Callback):
             try:
                 for find in (training_rewards, held_out_rewards):
                     find(config)
-            except Exception as error:  # the first import worked, only the second one fails
+            except Exception as error:  # only the second import of a user file failed
                 if world.is_main:
                     print(
                         f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"

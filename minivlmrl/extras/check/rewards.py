@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# these texts have no answer and must not score high
+# texts without an answer, which must not score high
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -100,7 +100,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         values = alone.score_texts(texts)
         mean = values.nanmean().item()
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
-        if mean < 0.2 * highest:  # relative to the highest, as rewards may have any scale
+        if mean < 0.2 * highest:  # compared with the highest reward, because scales vary
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
@@ -127,7 +127,7 @@ def check_contradictions(
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
-        # (answer columns, rows)
+        # rewards, (answer columns, rows)
         scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
         highest = scores.nan_to_num(0.0).max()
         has_labels = trainer.needs == "labels"
@@ -187,7 +187,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     if required_columns(trial.rewards):
         yield from check_totals([*probes], totals, has_solutions)
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # per reward: mean for each text
+    reward_means = values.nanmean(1).T.tolist()  # mean reward per text, one list per reward function
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
@@ -313,7 +313,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # a far higher score means unreadable correct answers, reported elsewhere
+    # other checks report constants that score far above correct answers
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -358,7 +358,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward caches values by completion text and ignores the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # "whole": two different texts cannot have the same answer
+    # answer format "whole": different texts are different answers
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]
@@ -397,7 +397,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
     "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. "1,200" gives `1200` and `1,200`.
-    Boxes get the model's unit.
+    Boxes are in the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution

@@ -53,7 +53,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
 
 def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
     """Choose all unreadable rows and 16 from shortest to longest; rows with videos are skipped as slow."""
-    if not isinstance(rows, FileDataset):  # data.task generates similar rows
+    if not isinstance(rows, FileDataset):  # data.task: generated rows have similar sizes
         return list(range(min(len(rows), NUM_MEASURED)))
     counter = patch_counter(processor)
     readable = []  # (estimated prompt tokens, row index)
@@ -77,7 +77,7 @@ def count_media(rows: Dataset) -> str:
         if len(rows.files) > 1 or num_rows != len(rows):
             return f"{len(rows)} selected out of {num_rows} in {pluralize(len(rows.files), 'file')}"
         counts = Counter((facts.num_images, facts.num_videos) for facts in rows.facts)
-    else:  # data.task generates similar rows
+    else:  # data.task: all rows have as many images as the first
         counts = Counter({(len(rows[0].images), 0): len(rows)})
     listed = []
     for (num_images, num_videos), number in counts.items():

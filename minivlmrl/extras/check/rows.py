@@ -16,7 +16,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows to check in detail
-TASK_ROWS = 1000  # maximum rows from data.task, which are similar
+TASK_ROWS = 1000  # maximum generated rows, if data.task is set
 MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answer
 
 
@@ -135,7 +135,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     """Check for prompts that contain the solution, unless they list all solutions ("Is it a cat or a dog?")."""
-    answers = []  # correct answers per row, reduced by letters_of
+    answers = []  # correct answers per row, only letters and digits
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]

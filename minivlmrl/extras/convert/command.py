@@ -133,7 +133,7 @@ def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple
 
 
 def report_dropped(dropped: Counter, out: Path):
-    """Print what was dropped, and the unit of boxes if they were written into the text."""
+    """Print what was dropped, and the unit of boxes written into the text."""
     if dropped.pop(BOX_UNIT, 0):
         print(
             "the boxes of `objects` stay in pixels of the image file. If your model uses a different unit, such as "
@@ -161,7 +161,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print notes, except about questions if no row has one: data.prompt_template may have it."""
+    """Print notes, except NO_QUESTION if no row has a question: data.prompt_template may ask it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -181,21 +181,21 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> dict[str, str]:
-    """Return {note: detail} about what some runs refuse; raise UserError for what all refuse."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # no half of a surrogate pair
+    """Return {note: detail} if some runs refuse the row; raise UserError if all runs do."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # raises for lone surrogates
     # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     notes = {}
     try:
         new_row, media = checked_row(row, (), (), options, folder)
     except UserError as error:
-        # a reward may read the column
+        # accept unknown columns, which a reward may read
         new_row, media = checked_row(row, (), row.keys() - {"label"}, options, folder)
         notes[UNREAD] = f": {error}"
     shown = [*media, *(part["image"] for part in answer_image_parts(new_row))]
     try:
         missing = [source for source, path in files_of(shown, str(folder)) if path and not isfile(path)]
-    except UserError as error:  # a web address
+    except UserError as error:  # files_of rejects web addresses
         missing = [error]
     if missing:
         notes[MISSING] = f": {missing[0]}"

@@ -27,7 +27,7 @@ SPEAKERS = {  # {speaker: role}
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
 }
-KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys to keep in a turn
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # turn keys to keep
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 # answer columns that may hold a list as a string
@@ -248,7 +248,7 @@ READERS: dict[str, Reader] = {
     "prefix": read_question("prefix"),
     "question": read_question("question"),
     "rendered": read_rendered,
-    "ours": read_ours,  # used only if no other layout matches
+    "ours": read_ours,  # last choice: minivlmrl's layout
 }
 
 

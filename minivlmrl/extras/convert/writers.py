@@ -24,7 +24,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise UserError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # even an empty list, as other rows may have images
+    shown = {"images": sources(media, "image", folder, dropped)}  # keep an empty list: other rows may have images
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown
@@ -147,6 +147,6 @@ def source_of(source: str | bytes, folder: Path) -> str | dict:
     """Return an absolute path, a URI, or {"bytes": ..., "path": None} as in Hugging Face datasets."""
     if isinstance(source, bytes):
         return {"bytes": source, "path": None}
-    if source.startswith("data:;"):  # base64 without a header
+    if source.startswith("data:;"):  # data URI without a media type
         return source.replace("data:;", "data:image;", 1)
     return source if source.startswith(("data:", "file:")) else abspath(join(folder, source))

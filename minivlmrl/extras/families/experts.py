@@ -32,8 +32,8 @@ NumExperts = Annotated[int, "[1, 1e6]"]
 class ExpertsConfig(ModelConfig):
     """Decoder config for MoE models; subclasses override the defaults."""
 
-    num_experts: NumExperts = 1  # E
-    num_experts_per_tok: NumExperts = 1  # k
+    num_experts: NumExperts = 1
+    num_experts_per_tok: NumExperts = 1
     moe_intermediate_size: NumExperts = 1
     # size of the shared expert, None = no shared expert
     shared_expert_intermediate_size: ClassVar[int | None] = None
@@ -125,7 +125,7 @@ FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 class StackedExperts:
     """Expert weights in a layer, stored as one tensor in weight files."""
 
-    experts: list[list[Weight]]  # weights listed in FUSED, per expert
+    experts: list[list[Weight]]  # per expert, the weights in FUSED
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
@@ -141,7 +141,7 @@ class ExpertsFamily(Family):
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
-    not_quantized = (".mlp.gate",)  # routers
+    not_quantized = (".mlp.gate",)  # NF4 skips routers
     in_cuda_graphs = False  # token counts per expert vary
     in_vllm = False
 

@@ -1,7 +1,7 @@
 """Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-Recurrent layers run over a prompt once. Completions start with a copy of their state: recurrent matrices and last
-convolution inputs. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
+Recurrent layers run over a prompt once. Completions start with a copy of the prompt state: recurrent matrices and
+last convolution inputs. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
 
 Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -90,7 +90,7 @@ class Layer(DecoderLayer):
     """Decoder layer with GatedAttention or GatedDeltaNet, depending on config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    attention_type = None  # built in __init__
+    attention_type = None  # __init__ builds the attention
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
@@ -145,7 +145,7 @@ class GatedDeltaNet(nn.Module):
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
         self.sizes = [key_width, key_width, value_width]  # widths of q, k and v
-        width = sum(self.sizes)  # W
+        width = sum(self.sizes)
         hidden_size = model_config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
         self.in_proj_z = nn.Linear(hidden_size, value_width, bias=False)
@@ -225,7 +225,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     states = []
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) grouped by length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
-        prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # each (b, T, ...)
+        prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # tensors (b, T, ...)
         completions = [completion_block[:, 0] for _, completion_block in pairs]
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
@@ -246,7 +246,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
-            stored.copy_(changed)  # in place: CUDA graphs read this address
+            stored.copy_(changed)  # in place: CUDA graphs keep the state's address
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 

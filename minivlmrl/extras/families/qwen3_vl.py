@@ -50,7 +50,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # must form a square grid
+    # must be a square number
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):

@@ -113,7 +113,7 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # at most 3 digits: 2080 is a card, though not in CARDS
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # at most 3 digits of GB: 2080 would be a card
         return float(text) * GB, None
     raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 

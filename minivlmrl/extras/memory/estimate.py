@@ -51,7 +51,7 @@ from minivlmrl.trainers.registry import find_trainer
 RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
 # bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # used if the rows are unknown
+TYPICAL_ROWS = (RowSize(),)  # default if row sizes are unknown
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class AllocationTracker(TorchDispatchMode):
         super().__init__()
         # storages to skip: already counted, or in `uncounted`
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self.now = 0  # bytes
-        self.peak = 0  # bytes
+        self.now = 0
+        self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -345,7 +345,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the largest batch from rows with these sizes.
+    """Return the largest batch from rows of the given sizes.
 
     Args:
         completions: lengths of a prompt's completions, in tokens.
@@ -414,7 +414,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    # only in this phase: vLLM sleeps during training
+    # vLLM takes memory only while sampling, and sleeps during training
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
@@ -441,8 +441,8 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
-        gradients *= 2  # all-reduce copies them
-    # twice: gathered weights and their gradients
+        gradients *= 2  # all-reduce copies gradients
+    # factor 2: gathered weights and gathered gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
         # all weights, all gradients in float32, and two blocks' gradients in the weight dtype

@@ -24,7 +24,7 @@ class Card(NamedTuple):
 
     flops: float  # per second, for dense bfloat16 matrix products
     bandwidth: float  # memory bandwidth, in bytes per second
-    memory: float  # memory size, in bytes
+    memory: float  # memory, in bytes
     before_ampere: bool = False  # compute capability below 8.0
 
 
@@ -75,7 +75,7 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words that name a different card
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in names of different cards
 
 
 def find_card(name: str) -> Card | None:

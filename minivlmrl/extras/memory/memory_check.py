@@ -36,10 +36,10 @@ from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {phase in estimate.py: phase in out_of_memory.py}
+# {phase name in estimate.py: phase name in out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 NUM_HEAVIEST = 64  # number of largest rows to measure
-# estimate items that are models
+# model entries of a memory estimate
 MODELS = "weights", "reference", "critic", "policy"
 
 
@@ -49,12 +49,12 @@ class MemoryCheck(Callback):
     On GPUs, the largest batches are also run once before the first step.
     """
 
-    estimator: MemoryEstimator | None = None  # None for random weights
+    estimator: MemoryEstimator | None = None
 
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: result of estimate_phases}
-        self.questions = {}  # {stage: question with measured rows}, GPU only
-        if config.model.path is None:  # models with random weights are small
+        self.questions = {}  # {stage: MemoryQuestion with measured rows}, empty on CPUs
+        if config.model.path is None:  # skip models with random weights, which are small
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:
@@ -92,7 +92,7 @@ def measure_datasets(
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
     """Return the sizes of the largest readable rows, in descending order."""
-    indices = range(min(len(rows), NUM_HEAVIEST))  # data.task generates similar rows
+    indices = range(min(len(rows), NUM_HEAVIEST))  # data.task: generated rows have similar sizes
     if isinstance(rows, FileDataset):
         counter = patch_counter(processor)
         weights = []
@@ -131,7 +131,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the CURES key (out_of_memory.py) for the largest item in a phase."""
+    """Return the key in out_of_memory.CURES for the largest entry of a phase."""
     largest = max(items, key=items.__getitem__)
     if largest in MODELS:
         return "weights"

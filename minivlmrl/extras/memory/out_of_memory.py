@@ -27,8 +27,8 @@ class OutOfMemory(UserError):
 class OutOfMemoryReport(Callback):
     """Convert out-of-memory errors to OutOfMemory."""
 
-    state: TrainerState | None = None  # None before the model is loaded
-    trainer: Trainer | None = None  # current stage
+    state: TrainerState | None = None  # None before the run begins
+    trainer: Trainer | None = None
 
     def on_setup(self, config: RunConfig, world: World):
         self.config, self.gpus = config, world.size
