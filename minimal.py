@@ -220,7 +220,7 @@ def make_prompt(model, row) -> Prompt:
 
 
 def run(layer, x, *arguments):
-    """Run a layer. On a GPU, keep only its inputs for the backward pass, which runs it again."""
+    """Run a layer. On a GPU, the backward pass runs the layer again, so only inputs are kept."""
     if x.is_cuda and torch.is_grad_enabled():
         return checkpoint(layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(x, *arguments)
@@ -398,7 +398,7 @@ class QwenVL(nn.Module):
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
-            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # each <|image_pad|> in order
+            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # <|image_pad|> places in order
 
         # With M-RoPE sections [4, 6, 6], the first 4 rotary frequencies turn with a token's
         # position in time, the next 6 with its row, and the last 6 with its column.
@@ -497,7 +497,7 @@ def decode(model, completions, mask) -> list[str]:
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
     """Tokenize G given answers, pad them, and return their ids and mask, both (G, T)."""
     device = model.lm_head.weight.device
-    end = model.tokenizer.token_to_id("<|im_end|>")  # without it, the model would never stop
+    end = model.tokenizer.token_to_id("<|im_end|>")  # trains the model to stop
     ids = []
     for text in texts:
         answer = [*to_ids(model.tokenizer, text), end]
@@ -718,7 +718,7 @@ def train(model, rows, stage, options):
         batch = [next(stream) for _ in range(options.prompts_per_step)]
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
-            loss.backward()  # the gradients of all rows of the step add up
+            loss.backward()  # gradients add up over all rows of the step
             metrics.append(metric)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
@@ -824,7 +824,7 @@ def read_config(folder) -> dict:
     require(kind in ("default", "mrope"), f"{file}: minimal.py cannot compute the rope {kind!r}")
     refuse_other(file, config)
     refuse_other(file, vision)
-    return {**config, **rope, "vision_config": vision}  # with mrope_section and rope_theta
+    return {**config, **rope, "vision_config": vision}  # rope: mrope_section and rope_theta
 
 
 def read_files(folder) -> dict[str, bytes]:
@@ -914,7 +914,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     if is_tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    if is_tied:  # assign=True has made two parameters
+    if is_tied:  # assign=True made two parameters of one
         model.lm_head.weight = model.model["embed_tokens"].weight
     return model
 

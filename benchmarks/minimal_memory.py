@@ -102,7 +102,7 @@ class Indexing(TorchFunctionMode):
         if function is torch.Tensor.__getitem__ and isinstance(args[0], FakeTensor):
             return index(*args)
         if function is torch.Tensor.repeat_interleave and isinstance(args[1], torch.Tensor):
-            return args[0].new_zeros(self.frequency_count)  # real length depends on values
+            return args[0].new_zeros(self.frequency_count)  # real length depends on unknown values
         return function(*args, **(kwargs or {}))
 
 
@@ -213,7 +213,7 @@ def estimate_package(config: dict, stage: str) -> float:
     run = load_config(ROOT / "recipes" / "own_data.yaml", [f"--stages=[{stage}]", f"--{stage}.micro_batch_size=1"])
     row = RowSize(TEXT, (SIDE // 28) ** 2, answer_tokens=None if stage == "grpo" else ANSWER)
     question = MemoryQuestion(run, stage, MemoryEstimator(config_json.from_dict(config)), 1, [row], held_out=())
-    with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # as on a GPU, with kernels
+    with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # estimate with Triton kernels
         return (peak_bytes(estimate_phases(question)) - RESERVE) / 1e9
 
 

@@ -4,7 +4,7 @@
     python benchmarks/same_curve.py --toy                                 # two steps per trainer
 
 Both trainers start from the same SFT model, with the same rows in the same order and the same options, which were not
-tuned. The same function evaluates both on the same held-out images, while the clock is stopped. A run is a process with
+tuned. The same function evaluates both models on held-out images, while the clock is stopped. A run is a process with
 one thread, and the trainers alternate. TRL has its defaults, except for method options, and for options that make it
 faster on a CPU: all completions of a step in one batch, no gradient checkpointing.
 """

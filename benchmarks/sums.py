@@ -78,7 +78,7 @@ def ask(model: Path, work: Path, name: str) -> dict:
     correct = defaultdict(list)
     for part in ("eval", "new", "questions"):
         rows, out = work / f"sums_{part}.jsonl", work / f"{name}_{part}.jsonl"
-        if not out.with_suffix(".summary.json").exists():  # written last
+        if not out.with_suffix(".summary.json").exists():  # `evaluate` writes its summary last
             command = ["evaluate", f"--model={model}", f"--data={rows}", f"--out={out}", "--recipe=recipes/sums.yaml"]
             call([*command, "--num_threads=1", *["--sampling.max_new_tokens=48"] * (part == "questions")])
         for row, line in zip(read_lines(rows), read_lines(out), strict=True):

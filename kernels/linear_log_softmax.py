@@ -12,8 +12,8 @@ advantage, clipped ratio).
 Blocks fit into the processor's cache: on a CPU, a few tokens and the whole vocabulary; in Triton, up to 4,096 tokens
 and at least 2,048 ids. With Triton, backward needs a float32 copy of the head's gradient for only one block of ids.
 
-Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Their gradient is rounded to
-bfloat16, but gradients of hidden states and head are summed in float32.
+Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Gradients of logits are rounded
+to bfloat16, but those of hidden states and head are summed in float32.
 """
 
 import torch
@@ -62,7 +62,7 @@ class Pieces:
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # shared by all blocks, because new allocations cause page faults
+        # all blocks share memory, because new allocations cause page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 

@@ -4,8 +4,8 @@
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
 Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels,
-in ten classes. SFT trains on a few training photographs, a fifth of them with random labels. GRPO trains on all, and
-only the reward uses their labels.
+in ten classes. SFT trains on a few training photographs, a fifth of them with random labels. GRPO trains on all
+60,000, and only the reward uses labels.
 """
 
 import gzip

@@ -4,8 +4,8 @@ python train.py recipes/own_data_one_card.yaml "--stages=[recipes/opd.py:OPD]" -
     --reference.path=TEACHER --data.train_file=rows.jsonl --data.eval_file=eval.jsonl \
     --opd.micro_batch_size=1 --opd.learning_rate=1e-5
 
-The teacher is the reference model. It must have the same model family and vocabulary as the student, and a 7B teacher
-needs 17 GB in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the same options as
+The teacher is the reference model, and must have the student's model family and vocabulary. A 7B teacher needs 17 GB
+in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the same options as
 `grpo`. Rewards are only logged. For the method, see docs/papers/opd.md.
 """
 

@@ -55,7 +55,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# values for settings that only some projects have
+# values for project-specific settings
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}

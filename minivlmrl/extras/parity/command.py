@@ -80,13 +80,13 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     bridge = given(options, "framework", "tolerance")
     framework = bridge.get("framework", "torch")
-    with optional_dependency(framework, INSTALL.format(framework)):  # before my_loss.py imports the framework
+    with optional_dependency(framework, INSTALL.format(framework)):  # first, because my_loss.py imports the framework
         import_module(framework)
     try:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
     except Exception as error:
-        if user_error_message(error) is None:  # the loss itself failed
+        if user_error_message(error) is None:  # an exception in my_loss
             traceback.print_exc()
             return 2
         raise
