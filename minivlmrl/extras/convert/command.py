@@ -123,8 +123,8 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     return out
 
 
-def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, int]:
-    """Convert and check a row; return it with its number of images. Lost keys are counted in `dropped`."""
+def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, dict[str, str]]:
+    """Convert and check a row; return it with {note: detail}. Lost keys are counted in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
