@@ -37,7 +37,7 @@ class UserError(ValueError):
 class error_context(AbstractContextManager):
     """Convert a ValueError in the block to a UserError that begins with a file, row or field.
 
-    Add the same text as a note to other exceptions.
+    Other exceptions get the file, row or field as a note.
     """
 
     # a class is faster than contextlib.contextmanager; used for every data row
@@ -55,7 +55,7 @@ class error_context(AbstractContextManager):
 def user_error_message(error: BaseException) -> str | None:
     """Return a one-line message for an error that needs no traceback, otherwise None.
 
-    UserError, OSError and out-of-memory errors need none, unless user code raised them.
+    UserError, OSError and out-of-memory errors need no traceback, unless user code raised them.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
@@ -118,12 +118,12 @@ def invalid_value(name: str, value: Any, expected: str) -> UserError:
 def truncate_message(error: str | Exception) -> str:
     """Shorten long strings in a message, such as base64 images, then the message itself."""
     text = str(error)
-    if len(text) > 10**6:  # the regular expression would be slow
+    if len(text) > 10**6:  # LONG_QUOTES is slow on long strings
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    # the end says how to fix the error
+    # keep the end, which says how to fix the error
     return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 
@@ -190,7 +190,8 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     words = {*name.split("_")}
 
     def similarity(known: str) -> float:
-        is_short = len(words) > 1 and words <= {*known.split("_")}  # such as old_logps for old_per_token_logps
+        # part of a longer name: old_logps in old_per_token_logps
+        is_short = len(words) > 1 and words <= {*known.split("_")}
         return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name.lower()).ratio())
 
     similarities = {known: similarity(known) for known in names}

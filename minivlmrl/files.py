@@ -19,7 +19,7 @@ from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name without folders
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # written with `save: adapter`
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # in checkpoints with adapters
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # options that affect generation, saved beside the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
@@ -74,7 +74,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
     """Write a safetensors file with default permissions; save_file would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires `format`
     path.chmod(mode)
 
 
@@ -175,7 +175,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         remove(new)
         new.mkdir(parents=True)
         yield new
-        for path in (*new.rglob("*"), new):  # must be on disk before the rename
+        for path in (*new.rglob("*"), new):  # files must be on disk before the rename
             flush_file(path)
         if folder.exists():
             remove(replaced)

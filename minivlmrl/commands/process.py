@@ -18,7 +18,7 @@ def set_up_process():
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     keep_freed_memory()
-    # data/media.py rejects such images with a clear error
+    # data/media.py rejects too large images with a clear error
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
 
 

@@ -90,7 +90,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = path
     sys.modules[name] = module
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # for imports from the same folder
+        sys.path.append(os.path.dirname(path))  # lets user files import from their own folder
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -159,7 +159,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
-    if options:  # the options would be ignored
+    if options:  # options in parentheses would be ignored
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise UserError(

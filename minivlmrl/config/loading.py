@@ -45,8 +45,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two strings "--seed" and "1"; values are YAML.
-        is_found: recipe found beside a model, not named by the user. If it names a Python file,
-            load_config raises UserError before any code runs.
+        is_found: recipe found beside a model, not named by the user. If a found recipe names a Python file, load_config
+            raises UserError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -165,7 +165,7 @@ class Resolver:
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # otherwise a Hub repository id
+        if hint is FilePath and os.path.exists(text):  # a missing path is a Hub repository id
             return str(Path(text).resolve())
         return text
 
@@ -184,7 +184,7 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # in order of precedence
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # folders in search order
         # a copied built-in recipe may still name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
@@ -270,7 +270,7 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
     """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
-    # null follows the model folder
+    # skip a null size, which means the model folder's setting
     sizes = ("min_pixels", "max_pixels")
     names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]

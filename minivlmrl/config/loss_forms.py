@@ -1,6 +1,6 @@
 """Accept user losses with two signatures: f(logps, advantages, mask, **named), like grpo_loss, or f(batch, options).
 
-Both return the loss, or (loss, {metric: value}).
+Losses return a scalar, or (scalar, {metric: value}).
 """
 
 import inspect

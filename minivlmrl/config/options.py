@@ -27,7 +27,7 @@ from minivlmrl.config.types import (
 from minivlmrl.errors import UserError
 
 Whole = Annotated[int, "[1, 1e15)"]
-CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables the bound
+CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables this bound on the importance ratio
 
 # ------------------------------------------------------------------------------ model and adapters
 
@@ -140,7 +140,7 @@ class RowOptions:
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the question. Leave {problem} out if rows have no question
     prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None uses the chat template's default
+    system_prompt: str | None = None  # system message; None uses the chat template's default
     # library for resizing images; transformers' fast image processors use torch. None uses the model folder's setting
     resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
@@ -297,7 +297,7 @@ class OptimizerOptions:
     # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, called with (parameters, learning rate,
     # betas=, weight_decay=); its state must be tensors only
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
-    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # weight decay, applied to all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # maximum gradient norm, for clipping
 
 
@@ -345,7 +345,7 @@ class TrainingOptions:
 class SFTOptions(TrainingOptions):
     """Options for supervised fine-tuning."""
 
-    loss_type: Literal["nll", "dft"] = "nll"  # negative log-likelihood or DFT; see sft_loss
+    loss_type: Literal["nll", "dft"] = "nll"  # negative log-likelihood or DFT; see losses/sft.py
 
 
 @dataclass
@@ -412,7 +412,7 @@ class GRPOOptions(TrainingOptions):
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range; see epsilon_low
     beta: Annotated[float, "[0, inf)"] = 0.0  # KL penalty weight; 0 needs no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see kl_term
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see kl_term in losses/grpo.py
     # multiply the KL penalty by pi / pi_old, for an unbiased gradient
     use_bias_correction_kl: bool = True
     # fraction of tokens to train on, those with the highest entropy
@@ -424,7 +424,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # also rejects NaN
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # NaN is also rejected
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"
@@ -463,7 +463,7 @@ class PPOOptions(TrainingOptions):
     # critic or reward model folder to initialize a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
-    kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see token_rewards
+    kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see token_rewards in losses/ppo.py
     # subtracted from scores for completions without an end token; None disables it
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor

@@ -164,7 +164,7 @@ class Reader:
                 raise UserError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # raised in __post_init__
+        except ValueError as error:  # __post_init__ rejects invalid values
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
@@ -172,11 +172,11 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
-        if len(choices) == 1:  # read directly, for a more specific error
+        if len(choices) == 1:  # a single type has a more specific error
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # only file.py:name is Code; other names must be in the Literal
+                continue  # without a colon, a string is not Code
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
@@ -194,7 +194,7 @@ class Reader:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
         keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # reward weights
+        if item_hint is Finite and type(keys) is list:  # reward names without weights
             weights = ", ".join(f"{key}: 1.0" for key in keys)
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"
@@ -243,7 +243,7 @@ def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain,
             return f"unknown key {inner}{name}; {advice}"
         inner += f"{name}."
     for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-        names.setdefault(path.rpartition(".")[2], path)  # names given without their section
+        names.setdefault(path.rpartition(".")[2], path)  # option names typed without a section
     meant = did_you_mean(key, names, lambda name: dashes + names[name])
     return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 

@@ -39,7 +39,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # again, because Overtime may have interrupted the first call
+        signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer again: Overtime may have interrupted the first call
         # `former` is None for a handler from C code; signal.signal rejects None
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
         if delay:

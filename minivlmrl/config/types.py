@@ -18,6 +18,6 @@ LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # such as "la
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
-# at most 2**25 pixels, whose patches take 2 GB
+# limit on min_pixels: patches of 2**25 pixels take 2 GB
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

@@ -94,7 +94,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
                 f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
-        start, role, *inside, newline = render_message(turn)  # `inside` ends with <|im_end|>
+        start, role, *inside, newline = render_message(turn)  # `inside`: message content and <|im_end|>
         flagged += [(start, False), (role, False)]
         flagged += [(piece, is_trained(turn)) for piece in inside]
         flagged.append((newline, False))

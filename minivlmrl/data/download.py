@@ -15,7 +15,7 @@ from minivlmrl.files import INFERENCE_CONFIG, weight_files
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 NETWORK_SECONDS = 5  # timeout per request to the Hub
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONFIG, "LICENSE*", "NOTICE*"]
-SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # everything except weights
+SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # model files other than weights
 
 
 def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
@@ -63,7 +63,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         repo_id,
         revision=revision,
         allow_patterns=[*patterns],
-        ignore_patterns="*/*",  # no subfolders
+        ignore_patterns="*/*",  # skip files in subfolders
     )
     # raised if the model, or one file, is not in the cache
     with suppress(LocalEntryNotFoundError, ValueError):

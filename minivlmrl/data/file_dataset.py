@@ -77,7 +77,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # the file has our layout if an earlier row was read
+                # the file has minivlmrl's layout if an earlier row was read
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -118,7 +118,7 @@ class RowFacts:
     """What is known about a row without reading it again."""
 
     file: RowFile
-    line: int  # index in the file
+    line: int  # row index in the file
     num_images: int  # images in the prompt
     num_videos: int
     prompt_hash: int  # hash of the prompt and media file sizes
@@ -324,7 +324,7 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), or None if it is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # raised again when the row is used
+    except ValueError:  # using the row raises the error again
         return None
 
 

@@ -48,7 +48,7 @@ THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # reasoning and tool tags, which messages may contain even if they are special tokens
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 DEFAULT = as_jinja()  # Qwen2.5-VL's chat template
-WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # same, with code that declares tools
+WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # Qwen2.5-VL's chat template with tool declarations
 # Qwen3-VL: Qwen2.5-VL's template without a default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
@@ -70,7 +70,7 @@ class ChatTemplate:
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # such as RecursionError for nested blocks
+        except Exception as error:  # Jinja may raise any exception, such as RecursionError
             raise self._error(error) from error
         # longer tokens first, because a token may begin with a shorter one
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
@@ -157,7 +157,7 @@ class ChatTemplate:
                     f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
-            end = turn_end - 1  # without the newline, which the model does not generate
+            end = turn_end - 1  # exclude the newline, which the model does not generate
             is_written = is_trained([*messages, *turns][turn_number])
             flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts([*messages, *turns], text.replace(mark, ""), len(messages))

@@ -136,7 +136,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers name
+        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers name of min_pixels and max_pixels
     }
 
 

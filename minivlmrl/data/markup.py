@@ -23,7 +23,8 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
-QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)  # the closing quote may be missing
+# quoted string, whose closing quote may be missing
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)
 
 
 def unwrap(text: str) -> str:

@@ -160,7 +160,7 @@ def place_media(
     """Assign a row's images and videos to message parts.
 
     Images in a column fill image parts without a file, in order. If messages contain only text, the images replace
-    <image> tags, or precede the first user text. Videos likewise.
+    <image> tags, or precede the first user text. Videos are assigned the same way.
 
     Args:
         turns: prompt messages, followed by an answer if it contains images.
@@ -201,7 +201,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
         return item.options or common_options
     # with nframes or a list of frames, there is nothing to sample
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # here, fps is the frame rate of the list
+    if isinstance(item.source, list):  # fps is the frame rate of a list of frames
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
@@ -212,7 +212,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
                 yield source, ""
-            elif ":" in source:  # a URL
+            elif ":" in source:  # source is a URL
                 yield source, str(open_source(source, folder)[1])
             else:
                 yield source, join(folder, source)

@@ -235,7 +235,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return all images in turns, in order; decode those given as functions."""
+    """Decode and return all images in turns, in order."""
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]
     return [image for image in decoded if isinstance(image, PIL.Image.Image)]

@@ -100,12 +100,12 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # if a column such as `imge` is misspelled, this error is clearer
+        # for a misspelled column such as `imge`, check_unread raises a clearer error
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may keep other images for a reward
+    if shown:  # columns named in data.columns may contain images for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
@@ -185,7 +185,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
     """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in the wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-    except ValueError as error:  # `minivlmrl convert` removes such keys
+    except ValueError as error:  # `minivlmrl convert` removes unknown keys
         raise LayoutError(error) from error
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())

@@ -27,13 +27,13 @@ class RowSize:
 
     text_tokens: int = 200  # text tokens in the prompt
     image_tokens: int = 1000  # image tokens in the prompt, after merging patches
-    frames: int = 1  # equally large images that share image_tokens; two video frames count as one
+    frames: int = 1  # images plus video frame pairs, assumed equally large
     answer_tokens: int | None = None  # tokens in the longest given answer, None = no answer
     longest: int = 0  # tokens in the longest training sequence
-    where: str = ""  # file and line
+    where: str = ""  # file and line, for error messages
     media: str = ""  # image and video sizes, for error messages
     has_videos: bool = False
-    index: int = 0  # index in the dataset
+    index: int = 0  # row index in the dataset
 
     @property
     def prompt_tokens(self) -> int:
@@ -107,7 +107,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # already measured together with answers
+    if not answers and sizes:  # the prompt was measured together with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -147,7 +147,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # rejected size; raised again when the row is used
+    except ValueError:  # using the row raises the same error about the image size
         return math.inf
 
 

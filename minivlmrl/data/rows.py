@@ -23,7 +23,7 @@ class Prompt:
     # (patches, values per patch) for all images and videos in order; dtype from ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
-    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
+    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32 seconds per time step, 0 for images
     # cached output of a frozen vision tower, None = not computed
     vision_embeds: Tensor | None = None
 
@@ -36,10 +36,10 @@ class Prompt:
 class ToolUse:
     """A sampled completion's environment and tool call counts."""
 
-    environment: Any = None  # see extras/agents/environment.py
+    environment: Any = None  # interface: extras/agents/environment.py
     num_calls: int = 0
-    num_failed: int = 0  # failed calls
-    cut: bool = False  # ended by a tool result that was too long
+    num_failed: int = 0
+    cut: bool = False  # completion ended by a tool result that was too long
 
     @property
     def counts(self) -> tuple[int, int, bool]:
@@ -66,7 +66,7 @@ class Completion:
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
-    prompt: Prompt | None = None  # prompt of a Completion in `turns`
+    prompt: Prompt | None = None  # the turn's own prompt, if the completion is one turn
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -100,7 +100,7 @@ class Row:
     where: str = ""  # file and line, for error messages
     key: str = ""  # random seed for sampling
     index: int = -1  # index in its dataset
-    prepared_prompt: Prompt | None = None  # computed in advance by a loader thread
+    prepared_prompt: Prompt | None = None  # prompt computed in advance by a loader thread
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
         """Return the prompt as tensors, computed now unless a loader thread has done so.
@@ -114,7 +114,7 @@ class Row:
             return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # such as an invalid image size
+        except ValueError as error:  # invalid image size, for example
             if not self.where or str(error).startswith(self.where):  # errors about images already name the row
                 raise
             raise UserError(f"{self.where}: {error}") from error

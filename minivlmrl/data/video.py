@@ -26,7 +26,7 @@ MAX_VIDEO_PIXELS = 2**31
 class Video:
     """Frames sampled from a video, with their frame rate."""
 
-    frames: Sequence[PIL.Image.Image]  # all the same size
+    frames: Sequence[PIL.Image.Image]  # frames of equal size
     fps: float  # sampled frames per second
     # frame times in seconds, None = constant frame rate
     seconds: Sequence[float] | None = None

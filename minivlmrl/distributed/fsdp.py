@@ -70,7 +70,7 @@ class Sharding:
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
-        if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
+        if has_packed_weights and torch.__version__ < "2.13":  # integer parameters: pytorch issue 177844
             raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
                 "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
@@ -187,7 +187,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the embedding and head weights in every forward pass.
 
     FSDP gathers weights when a module is called, but the model reads `lm_head.weight` without calling `lm_head`. A
-    single unit for both would need 4.4 GB for float32 gradients of a 7B model.
+    single FSDP unit for embedding and head would need 4.4 GB for float32 gradients of a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -216,7 +216,7 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Hooks that run the vision tower on a black image if only other ranks have images.
 
-    FSDP needs all ranks. The tower output, multiplied by 0, is added to the decoder input.
+    FSDP requires that all ranks run the vision tower. The tower output, multiplied by 0, is added to the decoder input.
     """
 
     zero: Tensor | None = None  # 0 * (tower output for the black image) in the current forward pass
@@ -227,7 +227,7 @@ class DummyVisionForward:
         if dist.get_world_size() == 1:
             return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
-        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that ranks do not wait for their GPU
+        on_any_rank = torch.tensor(int(runs_tower))  # CPU tensor, so that ranks do not wait for their GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
@@ -265,7 +265,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
-        while world.sum(0)[0]:  # while another rank is still decoding
+        while world.sum(0)[0]:  # until no rank is decoding
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 

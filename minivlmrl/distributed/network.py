@@ -23,7 +23,7 @@ def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
     The key prefix is the restart count, because older keys contain addresses of dead processes (pytorch 135712). With
-    several hosts it is 0, because a host may not know the restart count (docs/many_gpus.md).
+    several hosts the prefix is 0, because a host may not know the restart count (docs/many_gpus.md).
 
     Raises:
         UserError: the store on rank 0 cannot be reached, or no other rank reaches it.
@@ -73,7 +73,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            device_id=device if has_gpu else None,  # for NCCL
+            device_id=device if has_gpu else None,  # NCCL device
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
             total = torch.ones(1, device=place)
@@ -83,7 +83,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        if "by peer" in str(error):  # closed or reset
+        if "by peer" in str(error):  # connection closed or reset by another rank
             time.sleep(1)  # torchrun shows the first reported error
             raise UserError(
                 f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "

@@ -58,7 +58,7 @@ class World:
         From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
-            items, and their number without repeats.
+            this rank's items, and how many of them are not repeats: 2 and 1 in the example.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -140,10 +140,10 @@ class World:
         store.set(errors[self.rank], "")
         # rank 0 waits less, so that it saves: only rank 0 knows log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # DistError: another rank has no error
+        with suppress(dist.DistError):  # DistError after `limit`: another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # "all", or the first rank that set this key
+        workers = store.compare_set("ranks that save", "", own).decode()  # ranks that save: "all", or one rank number
         if workers == "all":
             work(self)
         elif not alone:
@@ -200,7 +200,7 @@ class World:
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # such as in the vision tower, without images
+            if parameter.grad is None:  # such as vision tower weights on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         if not gradients:  # only the vision tower is trained, and no rank has images
@@ -266,7 +266,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
         names_all: whether the error lists all late ranks, which takes the whole limit.
 
     Raises:
-        RuntimeError: a rank has ended or is late. On rank 0, the message names it: "Rank 1 failed to pass
+        RuntimeError: a rank has ended or is late. On rank 0, the message names the rank: "Rank 1 failed to pass
             monitoredBarrier".
     """
     if barrier_group is not None:

@@ -36,8 +36,8 @@ def save_model(
     Adapters are merged, and also saved separately in adapter/ in PEFT format. An existing folder is replaced only after
     all files are written. Weights are saved in model.save_dtype, None = their own dtype.
 
-    All ranks must call this function. They gather one file at a time, because the full model may not fit on rank 0.
-    Only rank 0 writes; its errors are raised on all ranks.
+    All ranks must call this function. Weights are gathered one file at a time, because the full model may not fit on
+    rank 0. Only rank 0 writes; its errors are raised on all ranks.
 
     Args:
         world: ranks, or None for a single process.
@@ -56,7 +56,7 @@ def save_model(
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # from rank 0, which alone has `unused`
+        # use rank 0's division: other ranks lack `unused`
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)
@@ -75,7 +75,7 @@ def save_model(
                 )
             if write_more_files is not None:
                 write_more_files(new_folder)
-            saving.pop_all().close()  # replaces the old folder
+            saving.pop_all().close()  # move the new folder into place
 
         for file, names in files.items():
             tensors = {}

@@ -70,7 +70,7 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """When an FSDP unit gathers weights and reduces gradients."""
+    """Determines when an FSDP unit gathers weights and reduces gradients."""
 
     once_per_step: bool  # option sharding.once_per_step
     # vision block or decoder layer, whose weights are freed after the forward pass
@@ -88,8 +88,8 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    By default, every micro-batch does both. With sharding.once_per_step, the first micro-batch in a step gathers
-    weights, and the last reduces gradients.
+    By default, every micro-batch gathers and reduces. With sharding.once_per_step, the first micro-batch in a step
+    gathers weights, and the last reduces gradients.
     """
     for unit in units(module):
         communication = communication_of(unit)

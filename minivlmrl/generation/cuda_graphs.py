@@ -42,7 +42,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # grow one layer at a time, so that only one is in memory twice
+            # extend the KV cache layer by layer, so that only one layer is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 

@@ -1,6 +1,6 @@
 """Filter logits with repetition_penalty, temperature, top_k, top_p and min_p.
 
-docs/developer_guide.md shows how to add one.
+docs/developer_guide.md shows how to add a filter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # finished rows may stay in the batch, so there may be more entries than tokens
+            # drop entries recorded after the completion ended, while its row stayed in the batch
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

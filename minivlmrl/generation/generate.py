@@ -83,7 +83,7 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            # only here does the CPU wait for the GPU, without filters and stop strings
+            # without filters and stop strings, the CPU waits for the GPU only here
             unfinished_host = unfinished.cpu()
             if not unfinished_host.any():
                 break
@@ -208,6 +208,6 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     # (r, V) cumulative probabilities, in units of 2^-52
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounded down, so always less than the total
+    target = (uniform * units[:, -1]).long()  # rounding down keeps the target below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

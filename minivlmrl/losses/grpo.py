@@ -75,7 +75,7 @@ def grpo_loss(
         normalizer: totals for the whole optimizer step, or None if this batch is the whole step.
         term_options: keyword arguments for the function in TERMS, such as delta.
     Returns:
-        Scalar loss, and detached metrics: `kl` in nats per token, and those from TERMS, such as clip_ratio/low_mean.
+        Scalar loss, and detached metrics: `kl` in nats per token, and metrics from TERMS, such as clip_ratio/low_mean.
     Raises:
         ValueError: unknown or invalid option value, or missing tensor.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
@@ -259,7 +259,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if a value is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN
+    if not 0 <= epsilon_low <= epsilon_high:  # NaN is also rejected
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

@@ -1,6 +1,7 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds them to the tables in grpo.py. It needs only torch and grpo.py, so you can copy both.
+Importing grpo_variants.py adds the variants to the tables in grpo.py. Only torch and grpo.py are required, so you can
+copy both files.
 """
 
 import math
@@ -142,7 +143,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
     """Compute the lowest entropy among the top `quantile` of tokens: 0.2 is the top 20 %.
 
     Args:
-        entropies: (n,); if empty, the threshold is infinity.
+        entropies: (n,); an empty tensor gives infinity.
     """
     entropies = entropies.detach().float()
     if not len(entropies):

@@ -1,6 +1,6 @@
 """Losses on preference pairs: DPO, its variants, and the reward model loss.
 
-preference.py needs only torch and grpo.py, so you can copy both.
+preference.py needs only torch and grpo.py, so you can copy both files.
 
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.

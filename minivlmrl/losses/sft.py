@@ -1,4 +1,4 @@
-"""SFT loss; sft.py needs only torch and grpo.py, so you can copy both."""
+"""SFT loss; sft.py needs only torch and grpo.py, so you can copy both files."""
 
 from typing import Literal, get_args
 

@@ -63,7 +63,7 @@ class PackedLayout:
                 spans.append(range(end, end + n - 1))
                 end += n - 1
             self.completion_spans.append(spans)
-        self.num_tokens = end  # N
+        self.num_tokens = end
         # (B,) packed positions of last prompt tokens
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         # (M,) packed positions that predict completion tokens
@@ -90,8 +90,8 @@ class PackedLayout:
         """Arrange packed positions in padded matrices, one pair per prompt length.
 
         Returns:
-            Per prompt length: positions (prompts, P) and (completions, C), padded with -1; and PromptSlots for the
-            completions, None if they have no positions.
+            Two lists: positions (prompts, P) and (completions, C) per prompt length, padded with -1; PromptSlots per
+                prompt length, None without completion positions.
         """
         blocks = []
         slots = []
@@ -125,7 +125,7 @@ def attention_mask(layout: PackedLayout) -> Tensor:
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
-    group, row = torch.tensor(tokens).unbind(1)  # each (N,)
+    group, row = torch.tensor(tokens).unbind(1)  # two (N,) tensors
     index = torch.arange(layout.num_tokens)
     prompt_or_row = (row == 0) | (row == row[:, None])
     return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
@@ -174,7 +174,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # slices of rows and of new tokens, for each call to a recurrent layer
+    # (rows, new tokens) slices, one pair per call to a recurrent layer
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

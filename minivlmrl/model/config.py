@@ -1,6 +1,6 @@
 """ModelConfig and VisionConfig, with field names as in config.json.
 
-config_json.py reads and writes them. Families with other settings define subclasses.
+config_json.py converts config.json to these classes and back. Families with other settings define subclasses.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# upper limit, because building a million layers by mistake would take minutes
+# maximum number of layers: building a million by mistake would take minutes
 Depth = Annotated[int, "[1, 1000]"]
 
 

@@ -58,7 +58,7 @@ class VisionLanguageModel(nn.Module):
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # cached if the vision tower is frozen
+            vision_embeds = batch.vision_embeds  # vision tower output, cached if the tower is frozen
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)

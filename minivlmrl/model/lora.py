@@ -42,7 +42,7 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     if not options.r:
         return
     layer_names = chain(*(target_layers(model, target) for target in options.target))
-    for name in dict.fromkeys(layer_names):  # without duplicates
+    for name in dict.fromkeys(layer_names):  # two targets may match the same layer
         add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
         quantize_base(model)
@@ -164,7 +164,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     most small updates to rounding. The copies stay at fixed addresses, as CUDA graphs require.
 
     Yields:
-        The copies, possibly none.
+        The 16-bit copies, possibly none.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]

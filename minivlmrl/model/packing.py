@@ -82,7 +82,7 @@ def pack(
         raise UserError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    segments = []  # in input_ids order
+    segments = []  # prompt and completion segments, in input_ids order
     for prompt, group in zip(prompts, completions, strict=True):
         segments += pack_group(prompt, group, model_config)
     placeholders = torch.tensor([model_config.image_token_id, model_config.video_token_id])

@@ -155,7 +155,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
                 if match is None:
                     raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
                 layer_name, kind = match.groups()
-                layer_name = hub_name(layer_name)  # names depend on the transformers release
+                layer_name = hub_name(layer_name)  # layer names depend on the transformers release
                 layer_pairs.setdefault(layer_name, {})[kind] = tensor
                 weights[f"{layer_name}.{kind}"] = tensor
             if not layer_pairs:

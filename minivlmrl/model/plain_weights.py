@@ -12,7 +12,7 @@ from minivlmrl.config.types import Part
 # {model part: weight name prefixes}; the first match counts
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # often tied
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # embedding and LM head, often tied
     "vision": "visual.",
     "language": "model.",
 }

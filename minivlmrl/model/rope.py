@@ -41,9 +41,9 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
     merge = model_config.vision_config.spatial_merge_size
-    pieces = []  # positions for ids[:done]
+    pieces = []  # position tensors for ids[:done]
     done = 0
-    position = 0  # next position
+    position = 0
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = done
@@ -142,4 +142,4 @@ def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-_tensor = cache(torch.tensor)  # cached, so that each tuple is copied only once per device
+_tensor = cache(torch.tensor)  # cached: equal values are copied to a device only once

@@ -55,7 +55,7 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
     In a value model, the value head is trained, but not the LM head.
 
     Args:
-        frozen_layers: from layer_prefixes.
+        frozen_layers: name prefixes of frozen layers.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"

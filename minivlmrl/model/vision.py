@@ -50,7 +50,7 @@ class MLP(nn.Module):
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the MLP with a zero-padded intermediate size."""
 
-        # padded in every forward pass, so that checkpoints and shards keep the shapes in config.json
+        # pad in every forward pass, so that checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)

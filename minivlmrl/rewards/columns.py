@@ -22,7 +22,7 @@ Size = tuple[float, float]
 class RewardArguments:
     """Arguments for reward functions in addition to row columns; lists contain one value per completion.
 
-    None fields are not passed; see docs/rewards.md.
+    Fields with value None are not passed; see docs/rewards.md.
     """
 
     completions: list[str]
@@ -38,7 +38,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # set by Reward.__call__, not lists
+    # single objects instead of lists, set by Reward.__call__
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -93,7 +93,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # size from building the prompt, to avoid opening the file again
+    # size known from the prompt, without opening the file again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))

@@ -69,7 +69,7 @@ class RewardLog:
     def log_metric(self, name: str, value: float):
         """Log a finite number as a metric; metrics.jsonl has the rollout mean."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # would overwrite the step metric
+        if name in STEP_METRICS:  # the value would overwrite a built-in metric
             raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # set if another reward function calls this one
+        for name in callbacks.keys() & columns.keys():  # keep the callbacks of a reward function that calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -224,7 +224,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert returned rewards to floats, None to NaN."""
     try:
-        # reject these types even if their length is right
+        # reject a dict, set or string even if its length matches
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))

@@ -7,7 +7,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset, so many that none repeats
+# rows per generated dataset, so many that no row repeats
 FRESH_ROWS = 1_000_000
 
 
