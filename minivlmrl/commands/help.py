@@ -65,7 +65,7 @@ def format_option(option: Option) -> str:
 def comments_of(section: type) -> dict[str, str]:
     """Return {field: comment above and beside it} for a dataclass.
 
-    The help page prints the comments in options.py, as pydoc does. No other code reads these comments.
+    The help page prints the comments in options.py, as pydoc does.
     """
     source = textwrap.dedent(inspect.getsource(section))
     texts = {}

@@ -36,7 +36,7 @@ INFERENCE_OPTIONS = {
     ],
 }
 
-TEXTS = {str, FilePath, RecipePath, Code}  # string types
+TEXTS = {str, FilePath, RecipePath, Code}
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
@@ -270,7 +270,7 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
     """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
-    # skip a null size, which means the model folder's setting
+    # null means the model folder's setting
     sizes = ("min_pixels", "max_pixels")
     names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]

@@ -27,7 +27,7 @@ from minivlmrl.config.types import (
 from minivlmrl.errors import UserError
 
 Whole = Annotated[int, "[1, 1e15)"]
-CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables this bound on the importance ratio
+CorrectionBound = Annotated[float, "[0, inf)"] | None  # importance ratio bound, None = no bound
 
 # ------------------------------------------------------------------------------ model and adapters
 
@@ -297,7 +297,7 @@ class OptimizerOptions:
     # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, called with (parameters, learning rate,
     # betas=, weight_decay=); its state must be tensors only
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
-    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # weight decay, applied to all weights
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # weight decay for all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # maximum gradient norm, for clipping
 
 
@@ -412,7 +412,7 @@ class GRPOOptions(TrainingOptions):
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range; see epsilon_low
     beta: Annotated[float, "[0, inf)"] = 0.0  # KL penalty weight; 0 needs no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see kl_term in losses/grpo.py
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see losses/grpo.py
     # multiply the KL penalty by pi / pi_old, for an unbiased gradient
     use_bias_correction_kl: bool = True
     # fraction of tokens to train on, those with the highest entropy
@@ -463,7 +463,7 @@ class PPOOptions(TrainingOptions):
     # critic or reward model folder to initialize a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
-    kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see token_rewards in losses/ppo.py
+    kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see losses/ppo.py
     # subtracted from scores for completions without an end token; None disables it
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor

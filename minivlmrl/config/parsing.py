@@ -303,7 +303,7 @@ def type_text(hint: TypeHint) -> str:
 
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
-    interval = bounds.partition("; ")[0]  # drop the advice after ";"
+    interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))

@@ -59,7 +59,7 @@ class RowFile:
         self.source = open_rows(path)
         self.folder = Path(options.image_root or self.source.folder)
         self.num_rows = 0  # rows in use
-        self.columns: list[str] = []  # all column names
+        self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
         # cache for row_sizes.measure, with one processor: {line: {answer names: size}}

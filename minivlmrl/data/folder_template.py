@@ -70,7 +70,7 @@ class ChatTemplate:
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # Jinja may raise any exception, such as RecursionError
+        except Exception as error:  # Jinja may raise any exception
             raise self._error(error) from error
         # longer tokens first, because a token may begin with a shorter one
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)

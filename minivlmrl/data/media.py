@@ -212,7 +212,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
                 yield source, ""
-            elif ":" in source:  # source is a URL
+            elif ":" in source:
                 yield source, str(open_source(source, folder)[1])
             else:
                 yield source, join(folder, source)

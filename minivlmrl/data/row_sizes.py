@@ -147,7 +147,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # using the row raises the same error about the image size
+    except ValueError:  # using the row raises the error again
         return math.inf
 
 

@@ -114,7 +114,7 @@ class Row:
             return self.prepared_prompt
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # invalid image size, for example
+        except ValueError as error:
             if not self.where or str(error).startswith(self.where):  # errors about images already name the row
                 raise
             raise UserError(f"{self.where}: {error}") from error

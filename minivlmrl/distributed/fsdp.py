@@ -265,7 +265,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
-        while world.sum(0)[0]:  # until no rank is decoding
+        while world.sum(0)[0]:
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 

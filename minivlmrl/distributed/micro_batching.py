@@ -41,7 +41,7 @@ def split_into_micro_batches(
     limit = max_tokens or float("inf")
     micro_batches = []
     current = []  # micro-batch being filled
-    tokens = 0  # tokens in the micro-batch being filled
+    tokens = 0
     for i in order:
         prompt_length, completion_lengths = lengths[i]
         rows = list(enumerate(completion_lengths))

@@ -73,7 +73,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            device_id=device if has_gpu else None,  # NCCL device
+            device_id=device if has_gpu else None,
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
             total = torch.ones(1, device=place)

@@ -58,7 +58,7 @@ class World:
         From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
-            this rank's items, and how many of them are not repeats: 2 and 1 in the example.
+            this rank's items, and how many are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -143,7 +143,7 @@ class World:
         with suppress(dist.DistError):  # DistError after `limit`: another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # ranks that save: "all", or one rank number
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first value set wins
         if workers == "all":
             work(self)
         elif not alone:

@@ -72,7 +72,7 @@ def reshard(module: nn.Module):
 class Communication:
     """Determines when an FSDP unit gathers weights and reduces gradients."""
 
-    once_per_step: bool  # option sharding.once_per_step
+    once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
     is_block: bool = False
     # all-reduce gradients over replicas only in the last micro-batch; every parameter needs a gradient in every

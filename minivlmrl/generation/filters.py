@@ -49,7 +49,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # drop entries recorded after the completion ended, while its row stayed in the batch
+            # drop entries recorded after the completion ended
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

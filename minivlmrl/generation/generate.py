@@ -88,7 +88,7 @@ def generate(
             if not unfinished_host.any():
                 break
             remaining_rows = attention.select(unfinished_host)
-            if remaining_rows is not None:  # finished rows were removed
+            if remaining_rows is not None:
                 ids = ids[remaining_rows]
                 unfinished = unfinished[remaining_rows]
         attention.advance()
@@ -130,7 +130,7 @@ def to_completions(
         num_generations completions per prompt.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # drop finished rows
+    sampled = (rows >= 0).nonzero()[:, 0]
     if not logps[sampled].isfinite().all():
         raise FloatingPointError(
             "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"

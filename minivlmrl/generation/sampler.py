@@ -60,7 +60,7 @@ class Sampler:
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
-        self.filters: Filters | None = None  # filters for the current batch
+        self.filters: Filters | None = None
         self.stop_strings: StopStrings | None = None
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:

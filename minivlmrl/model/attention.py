@@ -90,8 +90,8 @@ class PackedLayout:
         """Arrange packed positions in padded matrices, one pair per prompt length.
 
         Returns:
-            Two lists: positions (prompts, P) and (completions, C) per prompt length, padded with -1; PromptSlots per
-                prompt length, None without completion positions.
+            Two lists: positions (prompts, P) and (completions, C) per prompt length, padded with -1;
+            PromptSlots per prompt length, None without completion positions.
         """
         blocks = []
         slots = []

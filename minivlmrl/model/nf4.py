@@ -22,7 +22,7 @@ NF4 = (  # 16 normal quantiles, QLoRA paper appendix, in float32 precision
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
 # cached per GPU, because CUDA graphs forbid blocking copies from the CPU
-_table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
+_table = cache(lambda device: torch.tensor(NF4).to(device))
 
 
 @cache

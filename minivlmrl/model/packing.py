@@ -39,7 +39,7 @@ class GroupBatch:
     # (2, K) int64, (completion token index, token id kept by top_k or top_p); K = 0 without filters
     sampling_mask: Tensor
     layout: PackedLayout
-    prompts: Sequence[Prompt] = ()  # the B packed prompts
+    prompts: Sequence[Prompt] = ()
     # (merged tokens, width) cached output from a frozen vision tower
     vision_embeds: Tensor | None = None
 

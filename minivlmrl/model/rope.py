@@ -59,7 +59,7 @@ def get_rope_index(
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, model_config.vision_config)
         pieces.append(grid + position)
-        position += int(grid.max()) + 1  # largest position on any axis, plus 1
+        position += int(grid.max()) + 1
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise UserError(

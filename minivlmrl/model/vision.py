@@ -141,7 +141,7 @@ class VisionTower(nn.Module):
     """Base class for all vision towers."""
 
     config: VisionConfig
-    patch_embed: "PatchEmbed"  # patches -> embeddings
+    patch_embed: "PatchEmbed"
     # units for sharding and activation checkpointing
     blocks: nn.ModuleList
     merger: nn.Module  # model part "merger"; all other weights are in part "vision"

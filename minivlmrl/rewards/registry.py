@@ -36,7 +36,7 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 # rewards that preflight.py calls before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # loggers that do nothing, to call a reward again
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # loggers that do nothing
 # reserved names of step metrics
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
@@ -63,7 +63,7 @@ class RewardLog:
     """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
-        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
+        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
         self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 
     def log_metric(self, name: str, value: float):
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # keep the callbacks of a reward function that calls this one
+        for name in callbacks.keys() & columns.keys():  # callbacks from a reward function that calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}

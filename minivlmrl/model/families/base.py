@@ -99,11 +99,11 @@ class Family:
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:
-        """Parse video_preprocessor_config.json; return None to resize videos as in Qwen2.5-VL."""
+        """Parse video_preprocessor_config.json; None for Qwen2.5-VL's resizing."""
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return the content of video_preprocessor_config.json, or {} to copy the loaded file.
+        """Return video_preprocessor_config.json, or {} to copy the loaded file.
 
         Args:
             options: section data.video of the recipe.
