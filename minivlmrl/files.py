@@ -199,7 +199,7 @@ def flush_file(path: Path):
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
-    # for writing: Windows cannot flush read-only files
+    # open for writing: Windows cannot flush read-only files
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -38,7 +38,7 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
-        USER_FILES.add(path)  # before the file runs, because it may fail
+        USER_FILES.add(path)  # register before running: the file may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)

@@ -280,8 +280,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, the root mean square
-    # over all tokens may be at most a tenth of this
+    # maximum difference between sampling and training log-probs, in nats per token; 1/10 of this for their root mean
+    # square, in bfloat16
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True
@@ -407,7 +407,8 @@ class GRPOOptions(TrainingOptions):
 
     # policy loss: a grpo_loss name, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
+    # level of the policy ratio; sequence is GSPO
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
     # clip the policy ratio pi / pi_old to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range; see epsilon_low
@@ -464,7 +465,7 @@ class PPOOptions(TrainingOptions):
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see losses/ppo.py
-    # subtracted from scores for completions without an end token; None disables it
+    # subtracted from scores for completions without an end token; None subtracts nothing
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
@@ -504,8 +505,8 @@ class RunConfig:
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
     # also write weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # what save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which is far
-    # smaller. At the end, weights are always merged
+    # what save_steps and best_metric write: all weights with the adapter merged, or only the adapter. At the end,
+    # weights are always merged
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
     # prompts per entry in completions.jsonl, from rank 0; None logs all prompts from all ranks
@@ -542,7 +543,7 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # set by load_config; not recipe options
+        # attributes set by load_config, not recipe options
         self.recipe = ""
         # recipe sections for stages left out by --stages
         self.unused_sections: list[str] = []

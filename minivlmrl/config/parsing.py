@@ -23,7 +23,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # such as list[int] or int | None; Python has no such type before PEP 747
+TypeHint = Any  # type hint such as list[int] or int | None; Python has no such type before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
 
 
@@ -260,7 +260,7 @@ class Option(NamedTuple):
     """A recipe option, such as grpo.beta."""
 
     path: str  # command-line name, such as "seed" or "grpo.beta"
-    name: str  # name within its section
+    name: str  # option name within its section
     hint: TypeHint
     default: Plain
     declared_in: type  # dataclass that declares the field, possibly a base class

@@ -20,9 +20,9 @@ class Overtime(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`.
 
-    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows
-    or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be stopped. The
-    caller's timer waits until the block ends.
+    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no time limit on
+    Windows or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be
+    stopped. The caller's timer waits until the block ends.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):

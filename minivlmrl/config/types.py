@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # the merger projects vision tower outputs to decoder embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
 Frozen = NewType("Frozen", str)  # Part, or layers that match LAYERS
-LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # such as "layers.0-11" and "visual.blocks.7"
+LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # layers such as "layers.0-11" and "visual.blocks.7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

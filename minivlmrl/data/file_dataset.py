@@ -43,13 +43,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 class RowFile:
-    """An open data file and the options for reading it.
-
-    Args:
-        path: file or folder with rows.
-        constants: columns added to every row.
-        options: see RowOptions.
-    """
+    """An open data file and the options for reading it; arguments as in FileDataset."""
 
     def __init__(self, path: str | Path, constants: Mapping[str, Plain], options: RowOptions):
         self.path = path
@@ -58,7 +52,7 @@ class RowFile:
         self.convert = find_format(options.format) if options.format else dict
         self.source = open_rows(path)
         self.folder = Path(options.image_root or self.source.folder)
-        self.num_rows = 0  # rows in use
+        self.num_rows = 0
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
@@ -115,7 +109,7 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What is known about a row without reading it again."""
+    """Facts about a row, known without reading it again."""
 
     file: RowFile
     line: int  # row index in the file

@@ -70,7 +70,7 @@ class ChatTemplate:
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # Jinja may raise any exception
+        except Exception as error:
             raise self._error(error) from error
         # longer tokens first, because a token may begin with a shorter one
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
@@ -225,7 +225,7 @@ class ChatTemplate:
                 documents=None,
                 **self.token_names,
             )
-        except Exception as error:  # a template may raise any exception
+        except Exception as error:  # templates may raise any exception
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
@@ -302,7 +302,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # only the type name, because a template could call an object's methods
+    # other objects become their type name: a template could call their methods
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

@@ -40,7 +40,7 @@ SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# same limit as Pillow: a small compressed file could fill the memory
+# Pillow's limit: a small compressed file could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # values that mean no image or video
@@ -122,7 +122,7 @@ class Media:
     kind: str  # "image" or "video"
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
-    options: dict[str, float]  # see ImageOptions and VideoOptions
+    options: dict[str, float]  # fields of ImageOptions or VideoOptions
     column: str | None = None  # column that contains the source, None = a message part
 
     @property

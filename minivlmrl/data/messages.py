@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minivlmrl.errors import UserError, pluralize, truncate
 
-MARK = re.compile("<(image|video)>")  # image or video tag in text
+MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)

@@ -100,7 +100,7 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # for a misspelled column such as `imge`, check_unread raises a clearer error
+        # check_unread has a clearer error for misspelled columns
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)

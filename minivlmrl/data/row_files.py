@@ -24,7 +24,7 @@ WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # JSON objec
 # files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
-# decoder that rejects repeated keys, and converts NaN and Infinity to None
+# decoder: rejects repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 

@@ -1,6 +1,7 @@
 """Measure rows in tokens, and find rows that are too long.
 
-RowFacts give an upper bound. Only if it exceeds the limit, the row is read and tokenized, without decoding images.
+RowFacts give an upper bound on tokens. Only if this bound exceeds the limit, the row is read and tokenized, without
+decoding images.
 """
 
 import math

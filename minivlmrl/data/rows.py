@@ -99,7 +99,7 @@ class Row:
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages
     key: str = ""  # random seed for sampling
-    index: int = -1  # index in its dataset
+    index: int = -1  # row index in the dataset
     prepared_prompt: Prompt | None = None  # prompt computed in advance by a loader thread
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:

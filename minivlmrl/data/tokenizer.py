@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # read_json has clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]

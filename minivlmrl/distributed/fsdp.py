@@ -3,9 +3,9 @@
 An FSDP unit gathers its weights before the forward pass and frees them afterwards. Units: vision blocks, decoder
 layers, untied embedding and head, and the root with all other weights.
 
-Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks get equally many
-prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
-equalizes decode steps.
+Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks get the same
+number of prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and
+in_lockstep equalizes decode steps.
 """
 
 from collections.abc import Callable

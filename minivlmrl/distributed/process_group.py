@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # raises after a signal such as SIGTERM; called often in slow work such as sampling
+    # callback that raises after a signal such as SIGTERM; slow work such as sampling calls it often
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
@@ -86,7 +86,7 @@ class World:
         """Gather a picklable value from each rank, in rank order."""
         if self.size == 1:
             return [value]
-        values = [value] * self.size  # placeholders for all_gather_object
+        values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
@@ -143,7 +143,7 @@ class World:
         with suppress(dist.DistError):  # DistError after `limit`: another rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first value set wins
+        workers = store.compare_set("ranks that save", "", own).decode()  # only the first rank sets this value
         if workers == "all":
             work(self)
         elif not alone:

@@ -1,8 +1,8 @@
 """Capture the decode step as a CUDA graph, with one launch per token.
 
-With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A graph launches them all
-at once, but with fixed addresses. So tensors keep their size: finished completions stay in the batch, and unused keys
-are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
+With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A CUDA graph launches all
+kernels at once, but with fixed addresses. Tensors keep their size: finished completions stay in the batch, and unused
+keys are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
 """
 
 from functools import cache
@@ -42,7 +42,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # extend the KV cache layer by layer, so that only one layer is in memory twice
+            # layer by layer, so that only one layer's KV cache is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -87,7 +87,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # torch.cuda.graph would take up to 0.4 s to empty the memory cache
+        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

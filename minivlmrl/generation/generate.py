@@ -135,7 +135,7 @@ def to_completions(
         raise FloatingPointError(
             "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"
         )
-    order = sampled[rows[sampled].argsort(stable=True)]  # sort by row, then by step
+    order = sampled[rows[sampled].argsort(stable=True)]
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
         completions.append(Completion(ids[index], logps[index], bool(ends[index[-1]])))

@@ -38,7 +38,7 @@ class Pairs:
     z: Tensor  # (B,) beta * margin, with margin = f_score(chosen) - f_score(rejected)
     mean_margin: Tensor  # (B,) margin between length-normalized scores
     sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, the same for all pairs
-    beta: float  # beta in dpo_loss
+    beta: float
     e: float  # label_smoothing in dpo_loss
     discopop_tau: float  # DiscoPOP mixture temperature
 

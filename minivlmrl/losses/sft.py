@@ -26,6 +26,6 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll
     check_known("loss_type", loss_type, SFT_LOSS_TYPES)
     per_token_loss = -per_token_logps
     if loss_type == "dft":
-        per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
+        per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -p log p, with detached p
     num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer.tokens
     return (per_token_loss * mask).sum() / num_tokens

@@ -45,7 +45,7 @@ class PackedLayout:
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
-        self.row_lengths = [0] * len(set(rows))  # tokens per row
+        self.row_lengths = [0] * len(set(rows))
         cells = []  # (row, column in the padded tensor) per completion token
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
@@ -281,4 +281,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # argument type for decoder layers
+Attention = GroupAttention | DecodeAttention

@@ -60,7 +60,7 @@ class LoRALinear(ReplacedLinear):
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # set only inside `with dropout(...)`
+        # dropout function, only inside `with dropout(...)`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:

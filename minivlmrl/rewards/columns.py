@@ -31,7 +31,7 @@ class RewardArguments:
     row_names: list[str]
     completion_ids: list[list[int]]
     answer_texts: list[str | None]
-    turn_texts: list[list[str]]  # text per assistant turn
+    turn_texts: list[list[str]]
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]

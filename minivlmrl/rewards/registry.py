@@ -43,7 +43,7 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 
 # error if a function expects messages but gets a string: completion[0]["content"]
 READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
-# which arguments are passed as messages; TRL passes both for conversations
+# arguments passed as messages; the last form is TRL's for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 

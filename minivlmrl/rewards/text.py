@@ -5,7 +5,7 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-It may return None for a completion that it cannot score. If all its rewards are None, the completion has advantage 0,
+A reward may return None for a completion that it cannot score. A completion whose rewards are all None has advantage 0,
 and does not count in the group mean. Recipes give rewards weights, for example {accuracy: 1.0}. For names, see
 rewards/registry.py.
 
