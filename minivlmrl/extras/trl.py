@@ -79,7 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         kl_estimator: str = "k3",
         **kwargs,
     ):
-        if args is None:  # default folder, as in TRL
+        if args is None:  # default output folder, as in TRL
             name = model if isinstance(model, str) else model.config._name_or_path
             args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         args = copy.copy(args)
@@ -146,7 +146,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # image tensors, such as pixel_values and image_grid_thw
+            # pass image tensors, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 

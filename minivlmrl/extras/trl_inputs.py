@@ -44,7 +44,7 @@ class InputCheck(TrainerCallback):
 
     def __init__(self):
         self.problems: list[str] = []
-        self.trained: set[str] = set()  # names of trained parameters
+        self.trained: set[str] = set()
         self.reached: set[str] = set()  # names of parameters with a gradient
         self.hooks: list[Any] = []
         self.is_done = False

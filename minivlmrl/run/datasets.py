@@ -189,7 +189,7 @@ def _open_file(
         changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # overrides an unrelated column `row_rewards` in the file
+    # constants override an unrelated column `row_rewards`
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)

@@ -102,13 +102,13 @@ class GRPOTrainer(RolloutTrainer):
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if options.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. advantages
-        advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
+        # 2. compute advantages
+        advantages = self.compute_advantages(totals, rewards)
         # 3. packed micro-batches, with log-probabilities
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
             # 4. RLOO: subtract a KL penalty from the rewards, and compute advantages again
-            kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
+            kl = self.gather_kl(list(chain(*steps)))
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - options.beta * kl, rewards)

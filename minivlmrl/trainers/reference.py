@@ -80,7 +80,7 @@ class SwappedParameters(nn.Module):
         # swap back before a backward pass, because autograd does not notice new parameter.data
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # without allocation, so that the swap cannot run out of memory halfway
+                # swap without allocating memory, which could fail halfway
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()

@@ -88,7 +88,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
     """Compute the patch grid (frames, rows, columns) of an image."""
-    width, height = to_rgb(image).size  # raises if the image is damaged
+    width, height = to_rgb(image).size  # to_rgb raises if the image is damaged
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
     )

@@ -51,7 +51,7 @@ class ToolEpisode:
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text generated since the last tool result
         self.ids: list[int] = []  # completion ids, including tool results
-        self.policy_mask: list[bool] = []  # False for tool-result tokens
+        self.policy_mask: list[bool] = []  # True for sampled tokens, False for tool results
         self.pictures: list[tuple] = []  # images, see Completion.pictures
         self.unread: list[Prompt] = []  # at most one tool result to prefill
         self.ended = False
@@ -290,7 +290,8 @@ class ReadingDecode(Decode):
         """Prefill tool results; return the logits after each one, (results, vocabulary size).
 
         Args:
-            rows: decoding-batch row for each result; `index` is the same as a tensor.
+            rows: decoding-batch row for each result.
+            index: tensor of the rows.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths

@@ -44,7 +44,7 @@ def main(arguments: list[str]):
     prompt = row.prompt(processor)
     sampling = config.sampling
     sampling.engine = "native"
-    sampling.cuda_graph = "never"  # tokens are printed one by one
+    sampling.cuda_graph = "never"  # chat prints tokens one by one
     stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids)
     print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = make_sampler(model, processor, sampling, world)

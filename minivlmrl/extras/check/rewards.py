@@ -39,7 +39,7 @@ REWARD_HACK_PROBES = {
 
 NOISE = 1e-6  # tolerance when a completion is scored twice
 NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
-MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # (B), \boxed{cat} or 1,200
+MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # marked answers: (B), \boxed{cat} or 1,200
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
 MAX_FORMS = 8  # maximum list elements to try as answers
 
@@ -313,7 +313,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # other checks report constants that score far above correct answers
+    # a far better constant means unreadable correct answers, which other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "

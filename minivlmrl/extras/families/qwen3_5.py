@@ -225,7 +225,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     states = []
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) grouped by length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
-        prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # tensors (b, T, ...)
+        prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]
         completions = [completion_block[:, 0] for _, completion_block in pairs]
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))

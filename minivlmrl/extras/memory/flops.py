@@ -22,8 +22,8 @@ class HasExperts(Protocol):
 class Card(NamedTuple):
     """GPU data sheet."""
 
-    flops: float  # per second, for dense bfloat16 matrix products
-    bandwidth: float  # memory bandwidth, in bytes per second
+    flops: float  # FLOPs per second, for dense bfloat16 matrix products
+    bandwidth: float  # bytes per second
     memory: float  # memory, in bytes
     before_ampere: bool = False  # compute capability below 8.0
 

@@ -27,7 +27,7 @@ class OutOfMemory(UserError):
 class OutOfMemoryReport(Callback):
     """Convert out-of-memory errors to OutOfMemory."""
 
-    state: TrainerState | None = None  # None before the run begins
+    state: TrainerState | None = None  # training state, None before the run begins
     trainer: Trainer | None = None
 
     def on_setup(self, config: RunConfig, world: World):
