@@ -216,7 +216,7 @@ def make_prompt(model, row) -> Prompt:
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
 
-# ---- What the vision tower and the language model share; modules have the names of the checkpoints
+# ---- What the vision tower and the language model share; modules are named as in checkpoints
 
 
 def run(layer, x, *arguments):
@@ -988,7 +988,7 @@ def find_images(row, folder) -> list[Path]:
 
 
 def find_template(rows, answers) -> str:
-    """Return what surrounds each question: a sentence that asks for tags, if answers have them."""
+    """Return the text around each question: a sentence that asks for tags, if answers have them."""
     has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
     is_asked = all("<answer>" in row["problem"] for row in rows)
     return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
@@ -1255,7 +1255,7 @@ def main():
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
     check_space(model, options.output_dir)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a run on a cluster
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clusters end runs with SIGTERM
     try:
         if options.folder:
             train(model, rows, options.stage, options)

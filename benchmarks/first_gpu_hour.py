@@ -107,7 +107,7 @@ def run(part: Part, toy: bool, output: Path) -> str:
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
         "MINIVLMRL_KERNELS": "auto",
     }  # fmt: skip
-    limit = ["timeout", "--kill-after=1", str(part.seconds)]  # also ends child processes
+    limit = ["timeout", "--kill-after=1", str(part.seconds)]  # `timeout` also ends child processes
     begin = time.monotonic()
     with output.open("w") as file:
         process = subprocess.run([*limit, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)

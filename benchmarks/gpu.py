@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported below
+    os.environ["TRITON_INTERPRET"] = "1"  # before importing triton below
 from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before imports; no network needed
-# before torch is imported; minivlmrl sets the same value
+os.environ["HF_HUB_OFFLINE"] = "1"  # before importing transformers: use no network
+# before importing torch, with minivlmrl's value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import seconds_of, synchronize

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; no network needed
+os.environ["HF_HUB_OFFLINE"] = "1"  # before importing transformers: use no network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
@@ -114,7 +114,7 @@ def train_trl(options: argparse.Namespace):
         # method options, as in recipes/sums.yaml
         num_generations=8, max_completion_length=12, max_steps=40, learning_rate=1e-4, warmup_steps=3,
         lr_scheduler_type="linear", adam_beta2=0.99, beta=0.0, loss_type="dapo", shuffle_dataset=False,
-        # for a CPU
+        # TRL on a CPU
         per_device_train_batch_size=options.batch, gradient_accumulation_steps=parts, steps_per_generation=parts,
         use_cpu=True, bf16=options.dtype == "bfloat16", gradient_checkpointing=False,
         model_init_kwargs={"dtype": options.dtype},

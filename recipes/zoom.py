@@ -119,7 +119,7 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the fraction of valid calls, without which a policy forgets the call format."""
+        """Return the fraction of valid calls; without this reward, policies forget the format."""
         return self.answered / self.max_tool_calls
 
 

@@ -99,7 +99,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     if loss.given.get("whole_step"):
         return  # the user's loss only supports whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
-    for mask in [*rows, 2 * rows[-1]]:  # at most 8 rows
+    for mask in [*rows, 2 * rows[-1]]:  # batches with up to 8 rows
         batch = random_batch(loss.kind, mask)
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
         for options in ({"beta": 0.0}, {"beta": 0.1}) if loss.kind == "grpo" else ({},):

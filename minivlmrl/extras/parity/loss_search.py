@@ -243,7 +243,7 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort key that prefers one factor for all values, then 0.2 to 0.234, then "the KL is left out"."""
+    """Sort key: first one factor for all values, then short numbers such as 0.2, then "left out"."""
     return "factor" not in bug.change, len(f"{bug.change.get('c', 0):g}"), "left out" not in bug.says
 
 

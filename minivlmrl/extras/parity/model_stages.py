@@ -88,7 +88,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
     ids = ids[attended]
     is_seen = torch.isin(torch.arange(len(images)), picture_numbers)
-    seen_ids = ids.where(picture_numbers < len(images), -1)  # -1 marks text
+    seen_ids = ids.where(picture_numbers < len(images), -1)  # -1 for text tokens
     seen_patches = patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
     batch = pack([Prompt(seen_ids, seen_patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids

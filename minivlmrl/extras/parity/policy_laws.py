@@ -139,8 +139,8 @@ class Gate:
 
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
-    loss_types: tuple[str, ...] = ()  # losses with this gate
-    variant_of: tuple[str, ...] = ()  # losses for which some projects use this gate on purpose
+    loss_types: tuple[str, ...] = ()  # loss types with this gate
+    variant_of: tuple[str, ...] = ()  # loss types to which some projects give this gate
 
     def expected(self, ratio: float, advantage: float) -> float:
         given = torch.tensor([ratio, advantage], dtype=torch.float64)
@@ -374,7 +374,7 @@ AVERAGES = (
         (),
     ),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # averaged the same way in all projects
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # losses averaged alike in all projects
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:

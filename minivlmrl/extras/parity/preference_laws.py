@@ -114,7 +114,7 @@ def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
             f"the log-ratios of an answer's tokens are {what}. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is "
             f"{numbers(one_token)}, with the same sums over three tokens {numbers(same_sum)}, and with the same means "
             f"{numbers(same_mean)}",
-            "note" if loss.loss_type == "ipo" and found else "broken",  # the DPO authors' code adds them in IPO
+            "note" if loss.loss_type == "ipo" and found else "broken",  # the DPO authors' IPO adds log-ratios
         )
 
 
@@ -154,7 +154,7 @@ def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Check that SFT gradients are -1 / tokens, for dft times the token's probability."""
+    """Check that SFT gradients are -1 / tokens, or -probability / tokens for dft."""
     for mask in MASKS:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)

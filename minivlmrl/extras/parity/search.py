@@ -235,7 +235,7 @@ class Region(NamedTuple):
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     """List the whole step, and parts that contain all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # no step rows in advantages and parameters
+    if name in ("advantages", *BY_PARAMETER):  # advantages and parameters have no step rows
         return regions
     for says, rows in d.row_sets.items():
         by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}

@@ -13,7 +13,7 @@ from minivlmrl.losses.grpo import TERMS, check_bounds
 from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
-NEEDED = names("input_ids completion_mask per_token_logps")  # required in all steps
+NEEDED = names("input_ids completion_mask per_token_logps")  # required tensors
 # (n, S) values per token for n rows with S tokens; (n, T) is for the last T tokens
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps "
