@@ -22,7 +22,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # checkpoints save these weights
+WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # weights in checkpoints
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changed options reset the best evaluation
 
 
