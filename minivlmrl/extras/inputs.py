@@ -156,7 +156,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # prompts from an environment have no row to compare
+            continue  # prompts from environments have no messages to compare
         if not part.is_prompt:
             # the last token may be missing, as nothing is predicted from it
             known = answers[id(prompt)]

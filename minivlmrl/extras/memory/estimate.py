@@ -477,7 +477,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # policy and trained model share the base weights
+    if not question.trainer.trains_policy:  # with adapters, policy and trained model share base weights
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path
