@@ -144,7 +144,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     first, *texts = problem.split("<image>")
 
     def control(name):
-        """Return a list with the id of a control token; `load` keeps it out of a user's text."""
+        """Return [id of a control token], which `load` keeps out of a user's text."""
         return [tokenizer.token_to_id(f"<|{name}|>")]
 
     start = control("im_start")
@@ -521,7 +521,7 @@ ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
 def plain(solution) -> str:
-    """Write an answer or a solution as a text that can be compared.
+    """Normalize an answer or a solution for comparison.
 
     Case, repeated blanks, final full stops and tags do not count: "Green  square.", "green square"
     and "<answer> green square </answer>" are equal, and so are the number 2.0 and "2". Of several

@@ -2,10 +2,10 @@
 
 python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
 
-TRL trains Qwen2_5_VLForConditionalGeneration from transformers; the first printed line has the versions. Both sides
+TRL trains Qwen2_5_VLForConditionalGeneration from transformers; the first printed line has the versions. Both trainers
 start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
 completions per prompt with exactly 14, 128 or 512 tokens. Steps alternate in one process, so other load on the machine
-slows both. Before timing, both score the same completions, and log-probabilities must agree.
+slows both trainers. Before timing, their log-probabilities for the same completions must agree.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def trl_processor(folder: Path):
 
 @torch.no_grad()
 def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
-    """Check that both sides have the same tokens and pixels, and equal log-probabilities.
+    """Check that both trainers have the same tokens and pixels, and equal log-probabilities.
 
     Returns:
         Prompt length in tokens, and the largest log-probability difference.

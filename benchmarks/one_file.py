@@ -2,7 +2,7 @@
 
     python benchmarks/one_file.py    # half a minute
 
-Both sides train the same tiny model on the same rows, one after the other, with one thread. Memory is the peak in a
+Both programs train the same tiny model on the same rows, one after the other, with one thread. Memory is the peak in a
 separate process, minus the peak in a process that only makes the inputs. README's table "What the package adds" has
 both ratios.
 """

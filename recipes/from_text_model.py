@@ -5,8 +5,8 @@
 
 The first folder contains a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL use the
 decoder of Qwen2 and Qwen2.5; Qwen3-VL uses that of Qwen3. For text tokens, the three positions (time, height, width)
-are equal, so M-RoPE equals RoPE, and the new model computes the same logits as the text model. Its vision tower and
-merger are random: it cannot see images before they are trained.
+are equal, so M-RoPE equals RoPE, and the new model computes the same logits as the text model. The vision tower
+and merger are random: train them before you expect answers about images.
 """
 
 import argparse
