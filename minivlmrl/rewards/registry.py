@@ -62,7 +62,7 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 class RewardLog:
     """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
-    def __init__(self, global_step: int = 0, max_steps: int = 0):
+    def __init__(self, global_step: int = 1, max_steps: int = 1):  # by default, at the end of training
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
         self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 

@@ -18,7 +18,7 @@ from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards, reward_columns
-from minivlmrl.rewards.registry import Reward, held_out_rewards, required_columns
+from minivlmrl.rewards.registry import Reward, RewardLog, held_out_rewards, required_columns
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
@@ -30,15 +30,19 @@ ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
 def evaluate(
-    model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
-) -> dict[str, float]:
+    model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World,
+    steps: tuple[int, int] = (1, 1),
+) -> dict[str, float]:  # fmt: skip
     """Sample answers to held-out rows; return mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
     eval/accuracy_sampled is the mean `accuracy` reward at temperature 1, eval/accuracy_greedy at temperature 0.
     data.eval_without_images adds eval/accuracy_gray_image, with gray images, and eval/accuracy_swapped_image, with
     images from another row. Means skip rows whose reward is None.
+
+    Args:
+        steps: global_step and max_steps for reward functions.
     """
-    rewards = held_out_rewards(config)
+    rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
     # without top_p or repetition_penalty, so that accuracies stay comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
@@ -177,5 +181,5 @@ def generate_and_score(
     sample.world.barrier("read images")
     completions = sample(prompts, count, [row.key for row in rows])
     columns = reward_columns(rows, prompts, completions, sample.processor)
-    rewards = [reward.with_world(sample.world) for reward in rewards]
+    rewards = [reward.with_world(sample.world, reward.log) for reward in rewards]
     return call_rewards(rewards, columns), completions

@@ -127,7 +127,9 @@ class Results:
         held_out = self.held_out
         assert held_out is not None  # validation rejects eval_steps without held-out rows
         try:
-            values = evaluate(self.model, self.processor, held_out, config, self.world)
+            first = trainer.options if trainer else getattr(config, [*config.stage_names, "grpo"][0])
+            steps = steps_done, first.max_steps or 1
+            values = evaluate(self.model, self.processor, held_out, config, self.world, steps)
         except FloatingPointError as error:
             cause = "The training has probably diverged; try a lower learning rate"
             if trainer is None:

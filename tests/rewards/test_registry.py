@@ -168,9 +168,11 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     """A reward that another reward calls also gets the state, and a resumed run counts the steps of its stage."""
     fails_at = [2]
+    progress = []
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):
         assert trainer_state.global_step not in fails_at
+        progress.append(trainer_state.global_step / trainer_state.max_steps)
         log_metric("steps_left", torch.tensor(trainer_state.max_steps - trainer_state.global_step))
         log_extra("characters", [len(text) for text in completions])
         log_extra("parts", [{1, 2}] * len(completions))
@@ -189,6 +191,7 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     fails_at.clear()
     folder = run(*options, "--resume=auto")
     assert [line.get("steps_left") for line in metrics(folder)] == [None, 3.0, 2.0, 1.0]
+    assert progress[-2:] == [1, 1]  # sampled and greedy answers after the last step
     logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
     assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
 
