@@ -71,8 +71,6 @@ def loss_and_gradient(
         others = " or ".join(f"kind={name}" for name in ("grpo", "dpo", "sft") if name != kind)
         error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
         raise
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
     # + 0 * logps: autograd would fail for a loss without a gradient
     [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     return loss.detach(), gradient
@@ -96,4 +94,7 @@ def call(my_loss: Callable, batch: dict, options: dict) -> Any:
             given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
         returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
     has_metrics = isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)
-    return returned[0] if has_metrics else returned
+    loss = returned[0] if has_metrics else returned
+    if getattr(loss, "shape", None) != ():
+        raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
+    return loss

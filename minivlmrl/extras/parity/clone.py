@@ -146,6 +146,9 @@ class Candidate:
         cls = type(self.owner, (self.names[self.owner], Answers), {})
         instance = object.__new__(cls)
         Answers.__init__(instance, case)
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            if parameter.default is not parameter.empty and case.by_name(name) is None:
+                vars(instance)[name] = parameter.default
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:

@@ -82,8 +82,6 @@ def from_mlx(my_loss: Callable) -> Callable:
             arrays = converted(batch, lambda x: mx.array(x.detach().numpy(), dtype=mx.float64))
             function = mx.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
-            if isinstance(value, tuple):
-                raise UserError(f"my_loss returned {len(value)} values, but it must return only the loss")
             mx.eval(value, gradient)
         return with_gradient(logps, value, gradient)
 

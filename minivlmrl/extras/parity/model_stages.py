@@ -168,7 +168,7 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     ones = torch.eye(len(d.micro_batches))
-    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
+    shares = change("micro-batch", ones.sum(0), last=ones[-1])
     total = {}
     for number, share in enumerate(shares):
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,10 +131,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
         "a completion without any reward gets the reward 0": lambda s: s.x.where(~s.x.isnan().all(1, True), 0.0),
-        "one missing reward makes its group's mean and standard deviation NaN": {"judged": lambda s: s.rewards},
-    },
-    "reward weights: the wrong completions are rewarded": {
-        "all rewards have weight 1": lambda s: s.x * 0 + 1,
     },
     "normalize first: the wrong completions are rewarded": {
         "each reward is normalized before the sum instead of the sum, or the other way round": lambda s: not s.x
@@ -143,15 +140,10 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "groups contain half as many completions": lambda s: s.index // (s.group_size / 2),
     },
     "group mean: more variance or bias": {
-        "no baseline is subtracted": lambda s: s.x * 0,
         "the baseline is the mean of all rewards of the rollout": lambda s: s.all_judged.mean(),
         "the baseline is the mean of the other completions of the group":
             lambda s: (s.judged.sum() - s.rewards) / max(1, len(s.judged) - 1),
         "the baseline is the mean of the group's first half": lambda s: s.judged[: len(s.judged) // 2].mean(),
-    },
-    "scaling rewards: prompts are weighted differently": {
-        "advantages are divided by the standard deviation of their group": lambda s: s.judged,
-        "advantages are divided by the standard deviation of all rewards of the rollout": lambda s: s.all_judged,
     },
     "std: prompts are weighted differently": {
         "the standard deviation divides by n instead of n - 1": lambda s: s.scaling_rewards.std(correction=0),
@@ -190,7 +182,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "the first token is not trained on": lambda s: s.x * shifted(s.x, 1),
         "the last column of the batch is not trained on": lambda s: shifted(shifted(s.x, 1), -1),
         "one token before the completion is counted, too": lambda s: torch.maximum(s.x, shifted(s.x, -1)),
-        "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
         "the mask also counts {}": regions(lambda s: s.x + (1 - s.x) * s.region),
         "the mask does not count {}": regions(lambda s: s.x * ~s.region),
         "the mask counts only {}": regions(lambda s: s.completion.double() * s.region),
@@ -258,15 +249,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "old: a second update after a rollout would be biased": {
         "the ratio is 1 because old log-probabilities equal the current ones": lambda s: s.per_token_logps.detach(),
     },
-    "old: off-policy steps are biased": {
-        "old log-probabilities are not detached": lambda s: s.per_token_logps,
-    },
-    "old: ratios contain the sampler's errors": {
-        "old log-probabilities are the sampler's": lambda s: s.sampler_logps
-    },
-    "old: ratios are those of policy and reference": {
-        "the old policy is the reference": lambda s: s.ref_per_token_logps
-    },
     "ratio: the update is different": {
         "the ratio is the log of the ratio, because exp is missing": lambda s: s.x.log(),
     },
@@ -304,12 +286,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "cispo's weight multiplies the ratio instead of the log-probability":
             lambda s: -s.ratio.clamp(max=s.epsilon_high).detach() * s.gain * s.ratio,
     },
-    "sapo_temperature_pos: the update is different": {
-        "sapo's two temperatures are swapped": {
-            "sapo_temperature_pos": lambda s: s.sapo_temperature_neg,
-            "sapo_temperature_neg": lambda s: s.sapo_temperature_pos,
-        },
-    },
     "terms: the ratio has a gradient, too": {
         "cispo's ratio is not detached":
             lambda s: -s.ratio.clamp(max=s.epsilon_high) * s.gain * s.per_token_logps,
@@ -320,11 +296,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
             {"advantages": lambda s: -s.x, "terms": lambda s: -s.x},
         "only the clipped term is used, without the minimum": lambda s: -s.clipped_ratio * s.gain,
         "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
-        "dual clip also for positive advantages: a ratio counts at least {c}": lambda s: s.x.minimum(-s.c * s.gain),
-    },
-    "epsilon_low: the two bounds are exchanged": {
-        "epsilon_low and epsilon_high are swapped": {"epsilon_low": lambda s: s.epsilon_high,
-            "epsilon_high": lambda s: s.epsilon_low},
     },
     "epsilon_high: the update is different": {
         "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
@@ -333,12 +304,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
         },
         "the upper bound of the clip is epsilon_high instead of 1 + epsilon_high": lambda s: s.x - 1,
     },
-    "epsilon_high: ratios have one bound, as in PPO": {
-        "ratios are clipped with epsilon_low on both sides": lambda s: s.epsilon_low,
-    },
     "epsilon_low: the update is different": {
         "ratios are clipped to at least 1 / (1 + epsilon_high)": lambda s: 1 - 1 / (1 + s.epsilon_high),
-        "ratios are clipped with epsilon_high on both sides": lambda s: s.epsilon_high,
     },
     "terms: off-policy updates with negative advantages are too large": {
         "the maximum of the clipped and the unclipped objective is used for negative advantages":
@@ -350,8 +317,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "KL: the effective beta changes": {
         "the KL is multiplied by beta twice": lambda s: s.beta * s.x,
         "the KL is not multiplied by beta": lambda s: s.x / s.beta,
-        "the KL estimator is k2, and the ratio that weights it is not detached":
-            lambda s: s.ref_log_ratio.square() / 2 * s.ratio,
         "the ratio that weights the KL is detached": lambda s: s.x / s.ratio * s.ratio.detach(),
         "the KL is weighted with the ratio of its token instead of its sequence":
             lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
@@ -389,7 +354,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.x,
         "the KL is estimated from the sum of a row's log-ratios":
             lambda s: s.per_token_logps + ((s.x - s.per_token_logps) * s.mask).sum(1, keepdim=True),
-        "the reference is the old policy": lambda s: s.old_per_token_logps,
     },
     "reference: the policy may leave the reference": {
         "the reference moves with the policy": lambda s: s.per_token_logps.detach(),
@@ -421,7 +385,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     },
     "pair loss: pairs that are far from learned get a small gradient": {
         "the log is missing, so the loss is -sigmoid": lambda s: -s.margins.sigmoid().mean(),
-        "the loss is exp(-beta * margin)": lambda s: (-s.margins).exp().mean(),
     },
     "log-ratio: the chosen answer must be better by a margin": {
         "{c} is subtracted from beta times the margin": lambda s: s.x - s.c / s.options.beta * torch.tensor([1.0, 0.0]),
@@ -453,7 +416,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "the images are gray": lambda s: 0 * s.x,
     },
     "positions: training uses another model": {
-        "positions are 1-D, without M-RoPE": lambda s: s.indices,
         "positions of the completion continue from the number of tokens": lambda s: s.indices.where(s.own, s.x),
         "positions of the completion continue from the largest position of each axis":
             lambda s: s.x if s.own[0] else (s.x[:, ~s.own].amax(1, True) + s.own.cumsum(0)).where(s.own, s.x),
@@ -471,8 +433,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     },
     # gradients and AdamW
     "micro-batch: the update is different": {
-        "gradients of earlier micro-batches are dropped": lambda s: s.last,
-        "gradients of later micro-batches are dropped": lambda s: s.first,
         "the gradient of each micro-batch is clipped by itself":
             {"gradients of a part": lambda s: clipped(s.x, s.optimizer.get("max_grad_norm"))},
     },
@@ -480,14 +440,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "some parameters do not get any gradient": lambda s: s.x * bool(s.theirs.any()),
         "gradients of the step before are left: {c} times Adam's first moment": lambda s: s.x + s.c * s.earlier,
     },
-    "clip: the update has a different direction": {
-        "gradients are not clipped": lambda s: s.gradients,
-    },
     "total norm: the update has a different direction": {
         "the norm of all is the sum of the parameters' norms": lambda s: sum(g.norm() for g in s.gradients.values()),
-    },
-    "decay: weights decay at a different rate": {
-        "weight decay is also applied to norms and biases": lambda s: s.weight_decay,
     },
     "weight: small updates are lost": {
         "weights are rounded to bfloat16 after the update": lambda s: rounded(s.x, s.theirs, torch.bfloat16)
@@ -517,6 +471,7 @@ class Target:
     unread: str = ""  # option or tensor that a design does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
+    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: quantity used instead}}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
     general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of tables in GENERAL}
 
@@ -526,6 +481,8 @@ class Target:
     def bugs(self) -> dict[str, Any]:
         """Return {bug: replacement}, see Change."""
         result = {**FORMULAS.get(f"{self.name}: {self.effect}", {}), **self.values}
+        for says, names in self.instead.items():
+            result[says] = {name: attrgetter(other) for name, other in names.items()}
         result |= {says: Scoped(kinds) for says, kinds in self.orders.items()}
         for quantity, tables in self.general.items():
             for table in tables.split():

@@ -379,7 +379,7 @@ DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # loss
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
     """Check that on-policy token weights match a known average, and loss_type if given."""
-    batch = random_batch("grpo", [[1, 1, 1, 0], [1, 0, 0, 0]])
+    batch = random_batch("grpo", [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
     weights = token_weights(loss, batch) / -unit

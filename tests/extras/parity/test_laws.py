@@ -244,6 +244,8 @@ def losses_with_notes():
     yield changed(kl=lambda q: (q.logps - q.ref).abs()), "the KL is the mean of |log(pi / pi_ref)|, whose gradient"
     yield changed(loss=lambda q: token_mean(q.terms, q.mask)), "Each micro-batch is averaged by itself, as in BNPO"
     yield changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), "a completion without tokens"
+    mean_length = changed(loss=lambda q: (q.terms * q.mask).sum() / q.mask.sum(1).mean())
+    yield mean_length, "the tokens have the weights [[0.4, 0.4, 0.4, 0.4, 0], [0.4, 0, 0, 0, 0]]"
     yield changed(terms=lambda q: q.term + q.beta * q.kl * q.mask.sum(1, keepdim=True)), "the KL has another average"
 
 

@@ -413,6 +413,10 @@ UNSEEN |= {  # from authors who did not know the causes
             ((o["beta"] * b["per_token_logps"] - b["ref_per_token_logps"]) * b["mask"]).sum(-1).diff(dim=1)).mean(),
         DPO, "beta multiplies only the policy's"),
 }  # fmt: skip
+UNSEEN |= {
+    "sums of rows in SFT": (lambda b, o: -(b["per_token_logps"] * b["mask"]).sum(-1).mean(),
+        {"kind": "sft", "loss_type": "nll"}, "the tokens of each row of nll are added up"),
+}  # fmt: skip
 UNSEEN |= {  # several mistakes at once, of which no recorded case shows only one
     "a swapped KL, and a mean over rows": (
         changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: row_mean(q.terms, q.mask)),
