@@ -19,7 +19,7 @@ from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name without folders
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # in checkpoints with adapters
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # file in adapter checkpoints
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # options that affect generation, saved beside the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"

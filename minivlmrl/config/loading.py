@@ -184,7 +184,7 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # search order
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # folders in search order
         # a copied built-in recipe may still name files such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]

@@ -280,8 +280,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # maximum difference between sampling and training log-probs, in nats per token; 1/10 of this for their root mean
-    # square, in bfloat16
+    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, a tenth of this value
+    # limits the root mean square instead
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True

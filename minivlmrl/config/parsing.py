@@ -172,7 +172,7 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
-        if len(choices) == 1:  # a single type has a more specific error
+        if len(choices) == 1:  # with a single type, the error is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):

@@ -54,7 +54,7 @@ def stop(seconds: float, *_):
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    Called after a stop signal, so that a hanging reward does not delay the exit.
+    Runs call this function after a stop signal, so that a hanging reward does not delay the exit.
     """
     global longest
     longest = seconds

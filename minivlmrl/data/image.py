@@ -196,7 +196,7 @@ class ImageProcessor:
 
         Args:
             image: any mode and size.
-            options: for this image: min_pixels and max_pixels override the processor's bounds; resized_height and
+            options: min_pixels and max_pixels override the processor's bounds for this image; resized_height and
                 resized_width override the image size before smart_resize.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w); see patchify.

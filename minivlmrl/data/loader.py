@@ -51,7 +51,7 @@ class Batches(Iterator[list[Row]]):
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
-        self.ahead: list[Future] = []  # next rows, already being prepared
+        self.ahead: list[Future] = []  # next rows, being prepared
 
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
         """Return (dataset index, seed string) for this rank's rows in a batch."""

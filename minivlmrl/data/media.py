@@ -40,7 +40,7 @@ SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's limit: a small compressed file could fill the memory
+# Pillow's limit in pixels: a small compressed file could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # values that mean no image or video

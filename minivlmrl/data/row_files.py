@@ -260,7 +260,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, applying `change` to values of these types."""
+    """Copy nested lists and dicts, applying `change` to values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

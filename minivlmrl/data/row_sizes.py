@@ -108,7 +108,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # the prompt was measured together with answers
+    if not answers and sizes:  # prompt already measured with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:

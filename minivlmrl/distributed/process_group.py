@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # callback that raises after a signal such as SIGTERM; slow work such as sampling calls it often
+    # callback that raises after a signal such as SIGTERM, called often in slow work
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
@@ -200,7 +200,7 @@ class World:
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # such as vision tower weights on a rank without images
+            if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         if not gradients:  # only the vision tower is trained, and no rank has images

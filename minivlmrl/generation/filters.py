@@ -47,7 +47,7 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these."""
+        """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # drop entries recorded after the completion ended
             allowed_ids = allowed_of_row[: len(completion.ids)]

@@ -1,6 +1,6 @@
 """Make <repository>/kernels importable as `minivlmrl.kernels` in a source tree.
 
-In an installed wheel, pyproject.toml maps the folder to this name.
+In an installed wheel, pyproject.toml maps kernels/ to minivlmrl.kernels.
 """
 
 from pathlib import Path

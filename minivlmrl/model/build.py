@@ -67,7 +67,7 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the default chat template for a family, or None for that in data/chat_template.py."""
+    """Return the default chat template for a family, or None for the one in data/chat_template.py."""
     if family.default_system:
         return None
     # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja

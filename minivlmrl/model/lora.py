@@ -56,7 +56,7 @@ class LoRALinear(ReplacedLinear):
         self.base = base  # PackedLinear after quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
-        self.dropout = dropout  # LoRA dropout, as in adapter_config.json
+        self.dropout = dropout  # LoRA dropout probability
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))

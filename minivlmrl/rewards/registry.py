@@ -224,7 +224,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert returned rewards to floats, None to NaN."""
     try:
-        # reject a dict, set or string even if its length matches
+        # reject dicts, sets and strings of any length
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))

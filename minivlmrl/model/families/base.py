@@ -78,7 +78,7 @@ class Family:
     ) -> Iterable[tuple[str, Tensor]]:
         """Yield (name, tensor) for parameters in a weight file.
 
-        Families that store several parameters as one tensor override this and stack_tensors.
+        Families that store several parameters as one tensor override this method and stack_tensors.
         """
         return tensors
 

@@ -44,7 +44,7 @@ def hub_name(name: str) -> str:
 
 
 def module_name(name: str) -> str:
-    """Convert a parameter name in minivlmrl to that in transformers since 4.52."""
+    """Convert a parameter name in minivlmrl to the name in transformers since 4.52."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)
