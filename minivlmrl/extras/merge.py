@@ -2,6 +2,7 @@
 
 import argparse
 import filecmp
+from pathlib import Path
 
 from minivlmrl.config.loading import trained_quantization
 from minivlmrl.data.download import find_folder
@@ -24,6 +25,8 @@ def main(arguments: list[str]):
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
+    if Path(options.out).resolve() == folder.resolve():
+        raise UserError(f"--out is {options.out}, the base model, which would be lost; choose another folder")
     adapter_file = adapter / WEIGHTS
     merged_file = folder / "adapter" / WEIGHTS  # runs save the adapter beside merged weights
     if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):

@@ -51,6 +51,12 @@ def check_output_dir(config: RunConfig):
             "are not an earlier run's; choose another --output_dir, or move them"
         )
     has_results = (folder / SUMMARY).exists()
+    base = config.model.path if config.adapter.r and config.stages else None
+    if base and any(Path(base).resolve().is_relative_to((folder / name).resolve()) for name in ("checkpoint", BEST)):
+        raise UserError(
+            f"output_dir: the run would replace {base}, to which a resumed run adds its adapter; choose another "
+            "--output_dir"
+        )
     if not config.stages and metrics_file.exists():  # a run without stages would overwrite metrics.jsonl
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":

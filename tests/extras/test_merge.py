@@ -79,6 +79,8 @@ def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path,
     assert (tmp_path / "of_run/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
     assert merge_with(checkpoint, tmp_path / "again", tmp_path) == 2
     assert f"{tmp_path} does not contain an adapter" in capsys.readouterr().err
+    assert merge_with(checkpoint, checkpoint) == 2
+    assert f"--out is {checkpoint}, the base model, which would be lost" in capsys.readouterr().err
     for merged in (trained, tmp_path / "merged"):
         capsys.readouterr()
         assert merge_with(merged, tmp_path / "again") == 2

@@ -117,6 +117,17 @@ def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
     file.check_output_dir(config)
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "best/checkpoint"])
+def test_the_base_of_an_adapter_is_not_replaced(home, tmp_path, name):
+    """A resumed run loads the base again, because checkpoints have only the adapter."""
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    options = [f"--output_dir={tmp_path / 'run'}", "--model.config=null", f"--model.path={tmp_path / 'link' / name}"]
+    file.check_output_dir(load_config(home / "recipe.yaml", options))
+    with pytest.raises(ValueError, match=f"output_dir: the run would replace {tmp_path}/.*{name}, to which a resumed"):
+        file.check_output_dir(load_config(home / "recipe.yaml", [*options, "--adapter.r=2"]))
+
+
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
 JUDGES = "--data.eval_rewards=[accuracy, format]"
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2", JUDGES)
