@@ -46,8 +46,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
-        answers = [as_turns(answer or "") for answer in (row.completion, row.chosen, row.rejected)]
-        num_misplaced += any(misplaces_result([*row.messages, *answer]) for answer in answers)
+        num_misplaced += misplaces_result([*row.messages, *as_turns(row.completion or row.chosen or "")])
         kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
         if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
             image_orders[kinds[0] == "text"] += 1
