@@ -34,7 +34,7 @@ from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoint_files import find_shards, read_into, write_tensors
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.optimizer import begin_state
+from minivlmrl.run.optimizer import begin_state, group_numbers
 from minivlmrl.run.recipe_changes import changes, check_base_weights, checksum, fingerprints, recipe_options
 from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
@@ -331,6 +331,7 @@ class CheckpointManager:
         if self.saved_steps == state.steps or self.trainer is None:
             return
         state.num_log_lines = self.log.lines_to_keep()
+        state.optimizer = group_numbers(self.optimizer)
         state.logs = {}
         for texts in self.callbacks.state_dict():
             state.logs.update(texts)

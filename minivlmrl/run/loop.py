@@ -95,6 +95,8 @@ def train_stages(
         if folder is not None:
             with error_phase("load"):
                 load_checkpoint(folder, resumed.stamps, trainer, optimizer)
+            for group, numbers in zip(optimizer.param_groups, state.optimizer, strict=False):
+                group.update(numbers)
         checkpoints.begin_stage(trainer, optimizer)
         if number == first:
             begin_run(results, resumed)

@@ -41,6 +41,7 @@ class TrainerState:
     # {log file: line for the last step}, to write on resume if an error came first; completions.jsonl is listed only
     # until its lines are written
     last_lines: dict[str, dict] = field(default_factory=dict)
+    optimizer: list[dict] = field(default_factory=list)  # numbers in each parameter group
     logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
 
     def begin_stage(self, number: int):

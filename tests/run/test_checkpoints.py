@@ -180,6 +180,32 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
     assert len(states(tmp_path)) == 2
 
 
+COUNTING = """
+import torch
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters, learning_rate, betas, weight_decay):
+        super().__init__([{"params": parameters, "count": 0}], learning_rate)
+
+    def step(self):
+        [group] = self.param_groups
+        group["count"] += 1
+        for parameter in group["params"]:
+            parameter.data.mul_(1 + 1e-3 * group["count"])
+"""
+
+
+def test_a_count_in_the_parameter_groups_is_resumed(recipe, uninterrupted, tmp_path):
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING)
+    options = ["--stages=[sft]", f"--optimizer.name={file}:Counting"]
+    killed = attempt(recipe, tmp_path / "run", *options, *STATES, die="in backward", number=9)
+    assert killed == [-signal.SIGKILL] and states(tmp_path / "run")
+    assert attempt(recipe, tmp_path / "run", *options, *STATES) == [0]
+    assert outcome(tmp_path / "run") == uninterrupted(*options)
+
+
 def test_a_run_resumes_in_its_second_stage(recipe, uninterrupted, tmp_path):
     options = ["--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=8"]
     killed = attempt(recipe, tmp_path, *options, *STATES, die="in the optimizer", number=8)

@@ -81,13 +81,6 @@ class Keeping(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["kept"] = 1
 
-
-class Counting(torch.optim.SGD):
-    def __init__(self, parameters, learning_rate, betas, weight_decay):
-        super().__init__([{"params": parameters, "count": torch.zeros(1)}], learning_rate)
-
-    def step(self):
-        self.param_groups[0]["count"] += 1
 """
 
 
@@ -115,7 +108,6 @@ def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
 
 @pytest.mark.parametrize(("name", "error", "expected"), [
     ("Keeping", ValueError, "optimizer.name FILE:Keeping: checkpoints cannot save .*`0/kept` is invalid"),
-    ("Counting", ValueError, "optimizer.name FILE:Counting: a step changes count in the parameter groups, which check"),
     ("nameless", ValueError, 'optimizer.name FILE:nameless: a parameter group is .*, but it must be a dict.* "lr"'),
     ("sgd(decay=1)", ValueError, r"optimizer.name FILE:sgd\(decay=1\): there is no option 'decay'; the options are: "),
 ])  # fmt: skip
