@@ -149,8 +149,12 @@ def settings_of(environment: Environment) -> Settings:
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return an environment's tools as {name: bound method}."""
+
+    def is_method(member) -> bool:  # also a class method or one with functools.cache
+        return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
+
     tools = {}
-    for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+    for name, _ in inspect.getmembers(type(environment), is_method):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":
             tools[name] = getattr(environment, name)
     return tools
@@ -160,8 +164,12 @@ def arguments_of(tool: Callable) -> type:
     """Create a dataclass for validating a tool's arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
+        if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+            raise UserError("an async function or a generator returns no result; return it from asyncio.run, or a text")
         hints = typing.get_type_hints(tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise UserError(f"the argument {name!r} cannot be passed by name; write it without / and *")
             if name not in hints:
                 raise UserError(f"the argument {name!r} does not have a type hint; add one")
             type_schema(hints[name])

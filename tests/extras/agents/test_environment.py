@@ -25,6 +25,7 @@ from tests.helpers.talk import IMAGE_PART, text, user
 
 OWN = '''
 import datetime
+import functools
 
 
 class Counter:
@@ -64,9 +65,22 @@ def shout(text: str) -> str:
 
 
 def untyped(x) -> str: ...
+async def later(x: int) -> str: ...
+def each(x: int) -> str: yield "a"
+def unnamed(x: int, /) -> str: ...
+def many(*xs: int) -> str: ...
 def odd(x: datetime.date) -> str: ...
 class Refusing(Counter):
     def reset(self, prompt, images, extents, **columns): columns["answer"]
+
+
+class Kinds(Counter):
+    @functools.cache
+    def cached(self, x: int) -> str: ...
+    @classmethod
+    def of_class(cls, x: int) -> str: ...
+    @staticmethod
+    def static(x: int) -> str: ...
 
 
 class Empty: reset = lambda self, **columns: None
@@ -134,6 +148,10 @@ def test_options_are_arguments_of_the_class(own):
 
 @pytest.mark.parametrize(("name", "error"), [
     ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
+    ("later", "tool later: an async function or a generator returns no result"),
+    ("each", "tool each: an async function or a generator returns no result"),
+    ("unnamed", "tool unnamed: the argument 'x' cannot be passed by name"),
+    ("many", "tool many: the argument 'xs' cannot be passed by name"),
     ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
     ("number", "expected a class, a function or a list of functions, but found 3"),
     ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
@@ -143,6 +161,10 @@ def test_options_are_arguments_of_the_class(own):
 def test_invalid_environments_are_refused(own, name, error):
     with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
         own(name)
+
+
+def test_every_kind_of_method_is_a_tool(own):
+    assert tools_of(own("Kinds")()).keys() - tools_of(own("Counter")()).keys() == {"cached", "of_class", "static"}
 
 
 def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
