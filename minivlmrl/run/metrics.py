@@ -24,6 +24,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, error_context, truncate
+from minivlmrl.files import file_inside
 from minivlmrl.json_files import json_text
 from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
@@ -249,9 +250,10 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     if resumed is None:
         path.write_bytes(b"")
         return 0
-    source = folder_of_logs(path.parent, resumed) / path.name
+    folder = folder_of_logs(path.parent, resumed)
+    source = folder / path.name
     if source.is_file() and not (path.is_file() and source.samefile(path)):
-        shutil.copyfile(source, path)
+        shutil.copyfile(file_inside(folder, path.name), path)
     # None (keep all lines) if the checkpoint does not know this log file
     num_lines = state.num_log_lines.get(path.name)
     path.touch()

@@ -39,6 +39,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
+from minivlmrl.files import file_inside
 from minivlmrl.json_files import parse_json
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
@@ -96,6 +97,8 @@ class CompletionsLog:
             return
         earlier = folder_of_logs(self.folder, resumed) / IMAGES
         if earlier.is_dir() and not (images.is_dir() and earlier.samefile(images)):
+            for file in (earlier, *earlier.iterdir()):
+                file_inside(file.parent, file.name)
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def is_due(self, step: Step, number: int) -> bool:

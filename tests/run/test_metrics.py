@@ -168,6 +168,19 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     assert " has only " not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [METRICS, COMPLETIONS, "images", "images/sft-0-0.webp"])
+def test_a_resume_copies_no_file_from_outside_the_run(tmp_path, name):
+    """A run that somebody sent could link to a file or folder of the user."""
+    secret, sent, own = (tmp_path / folder for folder in ("secret", "sent", "own"))
+    for folder in (secret, (sent / name).parent, own):
+        folder.mkdir(parents=True, exist_ok=True)
+    (secret / "key").write_text("secret\n")
+    (sent / name).symlink_to(secret if name == "images" else secret / "key")
+    with pytest.raises(ValueError, match=f"sent/{name} is a link to .*/secret.*, outside its folder"):
+        open_log(own, resumed=sent / "states" / "000001")
+    assert not [file for file in own.rglob("*") if file.is_file() and file.read_bytes()]
+
+
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
 @pytest.mark.parametrize("rest", [b'{"stage": "sft", "step": 0, "loss": 1.0}\n{"stage": "sf', b""])
 def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, name, rest):
