@@ -123,7 +123,7 @@ class Media:
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # fields of ImageOptions or VideoOptions
-    column: str | None = None  # column that contains the source, None = a message part
+    column: str | None = None  # column that contains the source, None if a message part does
 
     @property
     def sources(self) -> Sequence[str | bytes]:

@@ -44,7 +44,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
         code: (k,) ascending values in [-1, 1], k <= 256.
         block: values per scale.
     Returns:
-        indices: (rows, n) uint8 indices into the code.
+        indices: (rows, n) uint8 indices into the table of NF4 values.
         scales: (rows, ceil(n / block)) largest absolute values.
     """
     num_rows, num_values = values.shape

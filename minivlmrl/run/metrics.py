@@ -99,7 +99,7 @@ class MetricsLog(ExitStack):
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, with the optimizer step over all stages; drop a tracker that fails."""
+        """Send metrics to the trackers, at the optimizer step counted over all stages. Drop trackers that fail."""
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.steps)

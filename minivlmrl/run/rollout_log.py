@@ -63,7 +63,7 @@ def read_lines(path: Path, form: type) -> list[dict]:
     A last line without newline is ignored, because a run may still be writing it.
 
     Args:
-        form: dataclass with the required fields.
+        form: dataclass whose fields every line must have.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []

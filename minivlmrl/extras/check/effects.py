@@ -144,7 +144,7 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for all options without effect, set or not."""
+    """Yield (options, reason) for all options without effect, also those with default values."""
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]

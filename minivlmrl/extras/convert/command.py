@@ -146,7 +146,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 
 def notes_of(row: dict, num_images: int) -> Iterator[str]:
-    """Yield problems for which a run may reject a row; {} stands for file and line."""
+    """Yield reasons why a run may reject a row, with {} in place of its file and line."""
     answers = [row.get(name) for name in ("solution", "completion", "chosen", "rejected")]
     [*_, last] = row.get("messages") or [{}]
     if not has_prompt(row):

@@ -93,6 +93,6 @@ def examine(
     for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
-            continue  # the law would repeat an earlier finding
+            continue  # an earlier finding already covers this law
         report.findings[law.__name__] = list(law(loss))
     return report

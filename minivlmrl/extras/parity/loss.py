@@ -168,7 +168,7 @@ def names_without_search(results: list["Comparison"], tolerance: float) -> tuple
 
 
 def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    """Check a loss against laws, with the user's options in `only`."""
+    """Check a loss against laws that every correct loss obeys, with the user's options in `only`."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
     return examine(my_loss, kind, tolerance, **known)
 

@@ -196,7 +196,7 @@ def measured_tokens(loss: Examined) -> list[Token]:
 
 
 def known_gates(loss: Examined, tokens: list[Token]) -> list[Gate]:
-    """Return ratio-to-gradient functions (gates) for known losses, some with measured bounds."""
+    """Return the gates of known losses: functions from a token's ratio to the factor of its gradient."""
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]

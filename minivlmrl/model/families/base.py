@@ -90,7 +90,7 @@ class Family:
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
-        """Prepare a sharded model for layers that use only some parameters per token, such as experts.
+        """Prepare a sharded model with layers that use only some of their parameters per token, such as experts.
 
         If one rank uses a parameter, all ranks must run its layer, because they gather weights together.
 
