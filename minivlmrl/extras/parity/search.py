@@ -290,7 +290,7 @@ class Search:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Limit the bug to a region, such as truncated completions; return [] if that does not explain all wrong numbers."""
+        """Limit the bug to a region, such as truncated completions; return [] if wrong numbers are left."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
