@@ -108,6 +108,11 @@ def test_these_rows_are_read(tmp_path, changes, images):
     assert row["problem"] == changes.get("problem", ROW["problem"]) + minimal.ASK
 
 
+def test_an_image_may_be_200_times_as_long_as_wide(tmp_path):
+    PIL.Image.new("RGB", (1, 200)).save(tmp_path / "strip.png")
+    assert minimal.find_images({"image": "strip.png", "problem": "?"}, tmp_path) == [tmp_path / "strip.png"]
+
+
 @pytest.mark.parametrize("rejected", ["...", "<think>no</think><answer></answer>"])
 def test_a_rejected_answer_may_say_nothing(tmp_path, rejected):
     """The solution of a pair is not read, so it may be of any form."""
@@ -392,6 +397,19 @@ def test_no_link_of_a_model_folder_is_followed(tiny, tmp_path):
         with pytest.raises(minimal.InputError, match=rf"{name} is a link to .*private; replace it with a copy"):
             minimal.load(folder)
         (folder / name).unlink()
+
+
+def test_a_trained_folder_keeps_what_other_programs_read(tiny, tmp_path):
+    folder = change(tiny, tmp_path / "model", CONFIG, {})
+    kept = ["added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json"]
+    kept += ["chat_template.jinja", "video_preprocessor_config.json", "generation_config.json", "tokenizer_config.json"]
+    text = "You are a helpful assistant."  # of the chat template that minimal.py trains with
+    for name in kept:
+        (folder / name).write_text(name + text)
+    (folder / "README.md").write_text("of the model before training")
+    minimal.save(minimal.load(folder), tmp_path / "saved")
+    assert [(tmp_path / "saved" / name).read_text() for name in kept] == [name + text for name in kept]
+    assert not (tmp_path / "saved" / "README.md").exists()
 
 
 def test_a_folder_may_vanish_during_the_run(tiny, tmp_path):
