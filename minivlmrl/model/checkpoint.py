@@ -233,11 +233,11 @@ def end_token_ids(folder: Path) -> list[int]:
     return ids
 
 
-def carried_files(folder: Path) -> dict[str, bytes]:
+def carried_files(folder: Path, names: re.Pattern = CARRIED) -> dict[str, bytes]:
     """Read the files to copy into checkpoints, because the folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
-        if CARRIED.fullmatch(file.name) and file.is_file():
+        if names.fullmatch(file.name) and file.is_file():
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
                 raise UserError(

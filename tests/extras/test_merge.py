@@ -81,6 +81,11 @@ def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path,
     assert f"{tmp_path} does not contain an adapter" in capsys.readouterr().err
     assert merge_with(checkpoint, checkpoint) == 2
     assert f"--out is {checkpoint}, the base model, which would be lost" in capsys.readouterr().err
+    sent = shutil.copytree(trained / "adapter", tmp_path / "sent")
+    (sent / "minivlmrl.yaml").unlink()
+    (sent / "minivlmrl.yaml").symlink_to(trained / "config.json")
+    assert merge_with(checkpoint, tmp_path / "again", sent) == 2
+    assert "sent/minivlmrl.yaml is a link to " in capsys.readouterr().err and not (tmp_path / "again").exists()
     for merged in (trained, tmp_path / "merged"):
         capsys.readouterr()
         assert merge_with(merged, tmp_path / "again") == 2
