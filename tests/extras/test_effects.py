@@ -50,7 +50,7 @@ CASES = [
     }.items()),
     *((f"sharding.{name}", value, [{}], [SHARDED]) for name, value in {"replicas": 2, "cpu_offload": True}.items()),
     ("sharding.once_per_step", True, [{}, {"model.compute_dtype": "bfloat16"}], [SHARDED]),
-    ("rollout.gather_weights", False, [{}, SHARDED | VLLM], [SHARDED, {"model.compute_dtype": "bfloat16"}]),
+    ("rollout.gather_weights", False, [{}, VLLM], [SHARDED, SHARDED | VLLM, {"model.compute_dtype": "bfloat16"}]),
     ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
      [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
@@ -72,7 +72,7 @@ CASES = [
         "temperature": 0.7, "repetition_penalty": 1.2, "engine": "vllm",
     }.items()),
     ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
-    ("sampling.cuda_graph", "never", [VLLM], [{}]),
+    ("sampling.cuda_graph", "never", [], [{}, VLLM]),  # evaluations do not use vLLM
     ("sampling.vllm", {"dtype": "float32"}, [{}, VLLM | SFT], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
     ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],

@@ -55,11 +55,9 @@ RULES: list[Rule] = [
      lambda r: r.adapter.r and not r.save_steps and r.best_metric is None and len(r.stages) < 2),
     ("sharding.replicas sharding.cpu_offload sharding.once_per_step",
      "no weights are sharded unless sharding.enabled is true", lambda r: not r.sharding.enabled),
-    ("rollout.gather_weights", "an engine other than native has its own copy of the weights",
-     lambda r: r.sampling.engine != "native"),
     ("rollout.gather_weights",
      "each rank has all weights unless sharding.enabled or model.compute_dtype is set",
-     lambda r: r.sampling.engine == "native" and not r.uses_fsdp),
+     lambda r: not r.uses_fsdp),
     ("rollout.max_logp_mismatch",
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",
@@ -121,8 +119,6 @@ RULES: list[Rule] = [
      "temperature 0 always takes the most likely token", lambda r: r.sampling.temperature == 0),
     ("sampling.history", "completions have only one turn unless environment is set",
      lambda r: r.sampling.environment is None),
-    ("sampling.cuda_graph", "engine vllm itself chooses when to use CUDA graphs",
-     lambda r: r.sampling.engine == "vllm"),
     ("sampling.vllm", "these options are read only with engine vllm",
      lambda r: r.sampling.engine == "native"),
 ]  # fmt: skip
