@@ -31,6 +31,8 @@ NOT_EVALUATED = {"data.eval_rows": 0}
 # (option, value, recipes in which the option has no effect, recipes in which the option has an effect)
 CASES = [
     ("eval_steps", 2, [FILES, NOT_EVALUATED, SHORT], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("model.freeze", ["vision"], [ADAPTER],
+     [{}, ADAPTER | {"adapter.target": ["language", "vision"]}, ADAPTER | {"adapter.target": [".*"]}]),
     ("save_steps", 2, [SHORT], [{}]),
     ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
     ("num_logged_prompts", 3, [{"log_completions": 0}], [{}]),

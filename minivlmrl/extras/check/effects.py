@@ -6,10 +6,12 @@ Ineffective options cause notes, not errors, so that one override, such as --grp
 import inspect
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import get_args
 
 from minivlmrl.config.import_utils import parameters_of, resolve_object
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
+from minivlmrl.config.types import Part
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
@@ -34,6 +36,7 @@ def weighs_tokens(config: RunConfig) -> bool:
     return bool(config.grpo.rollout_correction) or config.grpo.top_entropy_quantile < 1 or corrects_kl
 
 
+PARTS = {*get_args(Part)}
 CLIPS = "grpo.epsilon_low grpo.epsilon_high"
 KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
 RULES: list[Rule] = [
@@ -51,6 +54,8 @@ RULES: list[Rule] = [
      lambda r: not r.log_completions),
     ("adapter.alpha adapter.dropout adapter.target adapter.quantize save",
      "there is no adapter unless adapter.r > 0", lambda r: r.adapter.r == 0),
+    ("model.freeze", "a base with adapters is frozen anyway, and these parts have no adapters",
+     lambda r: r.adapter.r and {*r.model.freeze} <= PARTS - {*r.adapter.target} and {*r.adapter.target} <= PARTS),
     ("save", "nothing is saved before the end unless save_steps, best_metric or several stages are set",
      lambda r: r.adapter.r and not r.save_steps and r.best_metric is None and len(r.stages) < 2),
     ("sharding.replicas sharding.cpu_offload sharding.once_per_step",
