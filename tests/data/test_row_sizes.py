@@ -158,3 +158,9 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
     lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (1, 2)]
     assert [(size.index, size.longest) for size in found] == [*enumerate(lengths, start=1)]
     assert not list(long_rows(made, PROCESSOR, 900, skip_unreadable=True))
+
+
+def test_held_out_rows_that_are_left_out_are_counted(write_rows):
+    made = FileDataset(write_rows(*[{"problem": "?"}] * 5), limit=2)
+    notes = list(describe_rows(RunConfig(), {"eval": made}, PROCESSOR))
+    assert notes[1:] == ["rows of eval: data.eval_rows leaves out the last 3 rows of the file"]

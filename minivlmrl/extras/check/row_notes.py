@@ -24,6 +24,8 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
         if isinstance(rows, FileDataset):
+            if num_left := sum(len(file.source) - file.num_rows for file in rows.files):
+                yield f"rows of {name}: data.eval_rows leaves out the last {pluralize(num_left, 'row')} of the file"
             yield from (f"rows of {name}: {note}" for note in describe_unread(rows))
             structure = processor.tokenizer.structure
             yield from (f"rows of {name}: {note}" for note in describe_literal_tokens(rows, structure))
