@@ -204,7 +204,7 @@ def as_json(findings: list[Finding], d: Dump) -> dict:
     for finding in findings:
         explained = []
         for bug in finding.explained:
-            name = ", ".join(name for name in bug.change if name not in ("inside", "c"))
+            name = ", ".join(name for name in bug.change if name != "inside")
             explained.append({"error": bug.error, "kind": bug.kind, "causes": [{"name": name, "says": bug.says}]})
         error = finding.error if math.isfinite(finding.error) else None
         others = {"agrees": finding.ok, "error": error, "explained": explained, "doubts": finding.doubts()}

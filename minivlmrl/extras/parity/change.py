@@ -37,8 +37,8 @@ class Change(dict):
         """Return the quantity `name` as a trainer with the bug computes it; `x` is the correct value.
 
         A replacement is one of:
-            - a value, or "{c}" for the fitted number;
-            - a formula, such as `lambda s: s.c * s.x`; the search fits the number c;
+            - a value;
+            - a formula, such as `lambda s: s.x / 2`;
             - (kind, part, None) to reorder x, for example by "the next row in its group";
             - (kind, part, formula) to change only `s.region`: a mask or, for models, a function that
               tests parameter names.
@@ -52,11 +52,7 @@ class Change(dict):
             if deviation is None:
                 return pad(x.flatten(), (0, 1))[region] if kind == "columns" else x[region]
             values["region"] = region
-        if deviation == "{c}":
-            return self.get("c", 1.0)
-        if not callable(deviation):
-            return deviation
-        return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
+        return deviation(Values(self.d, place, x=x, **values)) if callable(deviation) else deviation
 
     def inside(self, use: str) -> "Change":
         """Return self if the bug applies in the computation `use`, else an empty Change."""
@@ -73,8 +69,8 @@ def composed(first: Any, then: Any) -> Any:
         return first or then
     if "inside" in first or "inside" in then:
         return None
-    result = numbered(first)
-    for name, x in numbered(then).items():
+    result = dict(first)
+    for name, x in then.items():
         if callable(x) and callable(result.get(name)):
             x = chained(result[name], x)
         elif name in result:
@@ -83,19 +79,16 @@ def composed(first: Any, then: Any) -> Any:
     return result
 
 
-def numbered(change: dict) -> dict:
-    """Bind the fitted number c into formulas: combined bugs may have different numbers."""
-    if "c" not in change:
-        return dict(change)
-    return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}
+def with_number(replacement: Any, c: float) -> Any:
+    """Insert the fitted number c into a value or formula."""
+    if not callable(replacement):
+        return c if replacement == "{c}" else replacement
 
-
-def with_c(formula, c: float):
     def changed(s):
         s.c = c
-        return formula(s)
+        return replacement(s)
 
-    return c if formula == "{c}" else changed if callable(formula) else formula
+    return changed
 
 
 def chained(first: Callable, then: Callable) -> Callable:

@@ -46,12 +46,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):
         p.error(f"{options.target} is a file; also name its function: {options.target}:FUNCTION")
-    if options.laws and ":" not in options.target:
-        p.error("--laws checks a loss, FILE.py:FUNCTION")
     if options.json and ":" in options.target:
         p.error("--json prints the report about a recorded step, not about a loss")
-    for name in given(options, "framework", "tolerance"):
-        if ":" not in options.target:
+    for name in ("laws", "framework", "tolerance"):
+        if getattr(options, name) and ":" not in options.target:
             p.error(f"--{name} is an option for a loss function, FILE.py:FUNCTION")
     return options
 

@@ -244,7 +244,7 @@ class Combination:
 
 def simplicity(bug: Bug) -> tuple:
     """Sort key: first one factor for all values, then short numbers such as 0.2, then "left out"."""
-    return "factor" not in bug.change, len(f"{bug.change.get('c', 0):g}"), "left out" not in bug.says
+    return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:

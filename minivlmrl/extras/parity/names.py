@@ -296,6 +296,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
             {"advantages": lambda s: -s.x, "terms": lambda s: -s.x},
         "only the clipped term is used, without the minimum": lambda s: -s.clipped_ratio * s.gain,
         "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
+        "dual clip also for positive advantages: a ratio counts at least {c}": lambda s: s.x.minimum(-s.c * s.gain),
     },
     "epsilon_high: the update is different": {
         "ratios are clipped to exp(-epsilon_low) and exp(epsilon_high)": {
@@ -385,6 +386,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
     },
     "pair loss: pairs that are far from learned get a small gradient": {
         "the log is missing, so the loss is -sigmoid": lambda s: -s.margins.sigmoid().mean(),
+        "the loss is exp(-beta * margin)": lambda s: (-s.margins).exp().mean(),
     },
     "log-ratio: the chosen answer must be better by a margin": {
         "{c} is subtracted from beta times the margin": lambda s: s.x - s.c / s.options.beta * torch.tensor([1.0, 0.0]),

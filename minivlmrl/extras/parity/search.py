@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minivlmrl.extras.parity import model_stages, stages
 from minivlmrl.extras.parity import names as table
-from minivlmrl.extras.parity.change import Change, composed
+from minivlmrl.extras.parity.change import Change, composed, with_number
 from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
@@ -66,10 +66,11 @@ class Bug:
     of: table.Target  # quantity that the bug changes, with effect and source
     error: float = 0.0  # error left after recomputing with this bug
     parts: int = 1  # number of single bugs combined in this one
+    number: float = 0.0  # fitted number, 0 = none
 
     @property
     def kind(self) -> str:
-        return "design" if self.of.used_by and abs(self.change.get("c", math.inf)) >= self.of.threshold else "mistake"
+        return "design" if self.of.used_by and abs(self.number or math.inf) >= self.of.threshold else "mistake"
 
     @property
     def is_scoped(self) -> bool:
@@ -79,7 +80,7 @@ class Bug:
     @property
     def is_fitted(self) -> bool:
         """True for a bug with an unknown constant, such as the bound c in "the ratio is at most c"."""
-        return "{c}" in self.says or "c" in self.change
+        return "{c}" in self.says
 
     @property
     def is_general(self) -> bool:
@@ -99,7 +100,8 @@ class Bug:
 
     def with_number(self, number: float) -> "Bug":
         """Insert the fitted number, for example "all values are 8 times as large"."""
-        return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=self.change | {"c": number})
+        change = {name: with_number(x, number) for name, x in self.change.items()}
+        return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=change, number=number)
 
 
 RATE = table.TARGETS["factor: the effective learning rate changes"]
@@ -160,7 +162,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         return None
     factor = Change(d, change)("factor", 1.0)
     if "factor" in change:
-        change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
+        change = {piece: x for piece, x in change.items() if piece != "factor"}
     try:
         answer = STAGES[name](d, Change(d, change))
     # a bug, such as an empty mask, may make the computation fail
@@ -272,7 +274,7 @@ class Search:
         # first try bugs that need no new forward pass, such as rounded log-probs
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
-        if any(bug.parts == 1 and "c" not in bug.change for bug in factors):
+        if any(bug.parts == 1 and not bug.number for bug in factors):
             fitted = []  # a count in the step is a better explanation than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):

@@ -237,8 +237,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
         tokens /= d.about.get("steps_per_rollout", 1) * d.about.get("world_size", 1)
-    count = d.about.get("step_rows", len(rows)) * times
-    return LossNormalizer(count, max(tokens, 1), d.about.get("max_completion_length"))
+    return LossNormalizer(len(rows) * times, max(tokens, 1), d.about.get("max_completion_length"))
 
 
 def loss_options(change: Change) -> Any:

@@ -130,7 +130,6 @@ class StepFields:
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
-    step_rows: Annotated[float, "(0, inf)"] = 1.0
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)

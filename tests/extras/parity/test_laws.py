@@ -337,7 +337,7 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
     )
     with pytest.raises(SystemExit):
         main(["--laws", "a_folder"])
-    assert "--laws checks a loss, FILE.py:FUNCTION" in capsys.readouterr().err
+    assert "--laws is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
 
 
 def test_laws_refuse_what_they_do_not_know():
