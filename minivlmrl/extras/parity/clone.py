@@ -148,7 +148,7 @@ class Candidate:
         Answers.__init__(instance, case)
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
             if parameter.default is not parameter.empty and case.by_name(name) is None:
-                vars(instance)[name] = parameter.default
+                instance.__dict__[name] = parameter.default
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
