@@ -843,8 +843,8 @@ def check_template(folder, files):
     """Refuse a chat template whose system turn differs from that in `render`."""
     for name, content in files.items():
         if name.startswith("chat_template") or b'"chat_template": "' in content:
-            is_same = b"You are a helpful assistant." in content
-            require(is_same, f"{folder / name}: train.py reads other chat templates than Qwen2.5-VL's")
+            message = f"{folder / name}: train.py reads other chat templates than Qwen2.5-VL's"
+            require(b"You are a helpful assistant." in content, message)
 
 
 def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
@@ -997,8 +997,7 @@ def find_template(rows, answers) -> str:
 def read_rows(file, answers) -> tuple[list[dict], str]:
     """Read rows from JSON Lines, in which image paths are relative to the file, and a template."""
     rows = []
-    lines = Path(file).read_bytes().split(b"\n")  # a question may contain other line separators
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
