@@ -43,7 +43,8 @@ def check_output_dir(config: RunConfig):
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
-    replaced = [RUN_CONFIG, COMPLETIONS, IMAGES, "tensorboard", *FILES]
+    replaced = [RUN_CONFIG, *FILES, *([COMPLETIONS, IMAGES] if config.log_completions else [])]
+    replaced += [tracker for tracker in config.report_to if tracker == "tensorboard"]
     own = [name for name in replaced if (folder / name).exists()]
     if own and not has_states and not metrics_file.exists():
         raise UserError(

@@ -110,7 +110,8 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
 def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
     (tmp_path / name).mkdir()
     for resume in ("null", "never", "auto"):
-        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path}", f"--resume={resume}"])
+        options = f"--output_dir={tmp_path}", f"--resume={resume}", "--report_to=[tensorboard]"
+        config = load_config(home / "recipe.yaml", options)
         with pytest.raises(ValueError, match=f"contains {name}, which the run would replace, but no metrics.jsonl"):
             file.check_output_dir(config)
     (tmp_path / "metrics.jsonl").touch()  # of a run that ended early
