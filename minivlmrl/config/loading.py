@@ -123,6 +123,8 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
+        if not (isinstance(name, str) and name.isidentifier() and name != "eval"):  # eval: the held-out rows
+            raise UserError(f"stages: {algorithm.__name__}.stage is {name!r}, but it must be a name such as my_stage")
         if name in sections or name in dir(RunConfig()):
             raise UserError(
                 f"stages: {algorithm.__name__}.stage is {name!r}, but a section with this name "

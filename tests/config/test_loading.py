@@ -283,6 +283,14 @@ class Again(SFTTrainer):
 
 class Nameless(SFTTrainer):
     stage = "sft"
+
+
+class HeldOut(SFTTrainer):
+    stage = "eval"
+
+
+class Dashed(SFTTrainer):
+    stage = "my-stage"
 """
 SECTION = {"stages": ["sft", "again.py:Again"], "again": {"share": 0.25}}
 
@@ -353,6 +361,8 @@ REFUSED = [  # (recipe, overrides, error message)
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
     (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section with this name"),
+    (SECTION, ["--stages=again.py:HeldOut"], "stages: HeldOut.stage is 'eval', but it must be a name such as my_stage"),
+    (SECTION, ["--stages=again.py:Dashed"], "stages: Dashed.stage is 'my-stage', but it must be a name such as my_sta"),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
     (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
     ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
