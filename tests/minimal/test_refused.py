@@ -358,6 +358,16 @@ def test_a_disk_that_is_full_before_the_first_step_is_named(tiny, cats, tmp_path
         main(tiny, cats, *SHORT, f"--output_dir={tmp_path / 'out'}")
 
 
+def test_a_folder_without_permission_to_write_is_refused_before_the_first_step(tiny, cats, tmp_path, monkeypatch):
+    def denied(dir):
+        raise PermissionError(13, "Permission denied", dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(minimal, "train", lambda *_: pytest.fail("a step was trained"))
+    with pytest.raises(PermissionError, match="out"):
+        main(tiny, cats, *SHORT, f"--output_dir={tmp_path / 'out'}")
+
+
 def test_a_gpu_that_is_too_small_is_named_before_the_first_step(tiny, tmp_path, monkeypatch):
     model = minimal.load(tiny)
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
