@@ -130,12 +130,19 @@ def test_a_watcher_that_raises_ends_no_run(end, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("place", "steps"), [("begin", None), ("step", 2), ("close", 3)])
+@pytest.mark.parametrize(("place", "steps"), [("begin", None), ("close", 3)])
 def test_a_tracker_that_raises_ends_the_run_with_1(end, tmp_path, place, steps):
     (tmp_path / "my_tracker.py").write_text(TRACKER.format(place=place))
     codes, message = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
     assert codes == [1] and "a bug of mine" in message
     assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
+
+
+def test_a_tracker_that_raises_at_a_step_does_not_end_the_run(end, tmp_path):
+    (tmp_path / "my_tracker.py").write_text(TRACKER.format(place="step"))
+    codes, message = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
+    assert codes == [0] and "tracker failed, and gets no more metrics: KeyError: 'a bug of mine'" in message
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
 FIRST = {  # the error of the run: its callback, exit code, and a part of its message
