@@ -30,6 +30,8 @@ ADVICE = (
 
 
 class InputCheck(Watcher):
+    """Warn if the loss in a stage's first step ignores an image or text."""
+
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
         self.checked_stages = set()

@@ -21,6 +21,8 @@ from minivlmrl.trainers.reference import Reference, SwappedParameters
 
 
 class MovingReference(Callback):
+    """Move the reference model towards the policy."""
+
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.config = config.reference
 

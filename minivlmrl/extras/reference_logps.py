@@ -71,6 +71,8 @@ class StoredReference:
 
 
 class ReferenceLogps(Callback):
+    """Compute reference log-probabilities when a DPO stage begins."""
+
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
         if config.reference.path is not None:

@@ -56,6 +56,8 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
+    """Derive warnings from the metrics of the last 10 steps."""
+
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config

@@ -122,6 +122,7 @@ class VisionLayout:
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
 ) -> VisionLayout:
+    """Compute order, rotary angles and attention segments of patches."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, vision_config)
     patches = torch.arange(len(merged) * vision_config.spatial_merge_size**2).view(len(merged), -1)

@@ -44,6 +44,7 @@ from minivlmrl.trainers.registry import find_trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Callbacks
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
+    """Check recipe and rows, and build model, processor and datasets."""
     # check device, disk and options
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
@@ -75,6 +76,7 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
+    """Build processor and model for a recipe."""
     with unchanged(*filter(None, (config.model.path, config.adapter.path))):
         processor = build_processor(config, datasets)
         return build_weights(config, world, processor), processor

@@ -22,6 +22,8 @@ LOSS_OPTIONS = (
 
 
 class DPOTrainer(PairTrainer):
+    """DPO on pairs of a chosen and a rejected answer."""
+
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions

@@ -45,6 +45,8 @@ class GRPOBatch(SampledBatch):
 
 
 class GRPOTrainer(RolloutTrainer):
+    """GRPO and its variants."""
+
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions

@@ -44,6 +44,8 @@ class PPOBatch(SampledBatch):
 
 
 class PPOTrainer(RolloutTrainer):
+    """PPO, with token advantages from a critic."""
+
     stage = "ppo"
     config_type = PPOOptions
     options: PPOOptions
@@ -93,6 +95,7 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
+        """Pack the micro-batches for each optimizer step, with advantages and returns per token."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)

@@ -35,6 +35,8 @@ class RewardingEnvironment(Environment, Protocol):
 
 @dataclass
 class Settings:
+    """Settings of a tool environment."""
+
     # whether to declare the tools in the system message
     declare_tools: bool = True
     # maximum tool calls per completion; further calls are ignored

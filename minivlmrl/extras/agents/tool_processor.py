@@ -12,6 +12,8 @@ from minivlmrl.errors import UserError
 
 @dataclass
 class ToolProcessor(Processor):
+    """Processor for runs with tool calls."""
+
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:

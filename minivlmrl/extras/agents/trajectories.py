@@ -65,6 +65,8 @@ class Round:
 
 
 class Episode(ToolEpisode):
+    """State of one trajectory while sampling."""
+
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
         self.prompt = prompt

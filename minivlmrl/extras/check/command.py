@@ -83,6 +83,8 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
 
 
 class ReadableRows(FileDataset):
+    """Dataset that returns the next readable row instead of an unreadable one."""
+
     def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
         self.facts = rows.facts
         self.rows = rows

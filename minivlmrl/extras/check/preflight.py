@@ -43,6 +43,8 @@ TYPICAL_WEIGHT = 0.01  # typical absolute weight in models with billions of para
 
 
 class Preflight(Callback):
+    """Check and describe recipe, rows and rewards before the first step."""
+
     mistakes: Sequence[str] = ()
 
     def on_setup(self, config: RunConfig, world: World):

@@ -48,6 +48,8 @@ NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run 
 
 @dataclass
 class ListedFile:
+    """Dataset in a YAML list of VLM-R1."""
+
     json_path: str
     sampling_strategy: str = "all"
 

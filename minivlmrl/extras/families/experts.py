@@ -135,6 +135,8 @@ class StackedExperts:
 
 
 class ExpertsFamily(Family):
+    """Base class of families with experts."""
+
     transposed: ClassVar[bool]  # whether files may store transposed weights, as for Qwen3-VL-MoE
 
     # adapter.target=experts selects experts and routers

@@ -165,6 +165,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        """Compute outputs (N, hidden_size) from x (N, hidden_size)."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)

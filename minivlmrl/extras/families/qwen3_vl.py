@@ -61,6 +61,8 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
+    """Vision config of Qwen3-VL, with DeepStack."""
+
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
     def __post_init__(self):

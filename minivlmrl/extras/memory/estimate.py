@@ -250,6 +250,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
+    """Inputs of a memory estimate."""
+
     config: RunConfig
     stage: str
     estimator: MemoryEstimator

@@ -25,6 +25,8 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
+    """Findings for a loss."""
+
     findings: dict[str, list[Finding]]  # {tried law: findings}
 
     def sentences(self, kind: str) -> list[str]:

@@ -227,6 +227,8 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 
 @dataclass
 class Audited:
+    """Result for a candidate."""
+
     candidate: Candidate
     result: str  # agrees, design, mistake, broken law, differs, not bound (error)
     says: str
