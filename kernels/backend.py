@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here; without Triton, these are placeholders. Importing Triton takes 70 MiB, so
-# it is imported only with a GPU, if an environment variable requests it, or if other code has imported it.
+# Kernel files import tl and triton from backend.py; both are placeholders without Triton. Importing Triton takes
+# 70 MiB, so it is imported only with a GPU, if an environment variable requests it, or if other code has imported it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -39,7 +39,7 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
 
 # True in Triton's interpreter, even if TRITON_INTERPRET has changed since Triton was imported
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
-# input dtypes of the kernels; all kernels sum in float32
+# input dtypes of the Triton kernels, which sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
@@ -51,7 +51,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     Args:
         kernel: key in KERNELS.
     Raises:
-        ValueError: unknown value in an environment variable, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
+        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
         run.
     """
     choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
@@ -129,7 +129,7 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # any error, because a kernel launch would raise the same
+    except Exception as error:  # any error, because a kernel launch would raise the same error
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None

@@ -24,13 +24,13 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target number of programs, about one per multiprocessor
+# target number of Triton programs, about one per multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of key parts
-TILE = 64  # maximum queries per program
-KEY_BLOCK = 32  # keys read at once
+MAX_PARTS = 32  # maximum number of parts into which the keys are divided
+TILE = 64  # maximum number of queries per program
+KEY_BLOCK = 32  # number of keys that a program reads at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
-STAGES = 2  # prefetched key blocks (Triton's num_stages)
+STAGES = 2  # number of prefetched key blocks (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -70,7 +70,7 @@ def _part(
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
     """Store outputs and log-sum-exps for up to 64 queries over one part of the keys."""
-    num_queries = group_rows * HEADS  # queries with the same keys
+    num_queries = group_rows * HEADS  # number of queries that share keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
     tile = program % tiles
@@ -116,7 +116,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # completion keys are not shared: group_rows is 1
+        # rows do not share completion keys, so group_rows is 1
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -125,7 +125,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Merge outputs from all parts."""
+    """Merge attention outputs from all parts of the keys."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -176,7 +176,8 @@ def decode_attention(
         k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P), 0 = key, -inf = padding, at the end.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Every row needs a key.
+        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Rows have at least one
+            key.
     Returns:
         (R, H, D) attention outputs.
     """

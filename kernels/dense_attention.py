@@ -40,8 +40,8 @@ class Reorder(torch.autograd.Function):
     Args:
         x: (N, ...)
         index: row indices, possibly repeated.
-        back: (N,) position of each row in the result, None without repeats. If a row is repeated, only the position in
-            `back` may have a nonzero gradient.
+        back: (N,) position of each row of x in the result, None if no row is repeated. If a row is repeated, only its
+            position in `back` may have a nonzero gradient.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # the last query attends to all keys, but with F.scaled_dot_product_attention, the first query to only one key
+        # not F.scaled_dot_product_attention, whose causal mask lets only query T - 1 attend to all T keys
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -110,11 +110,11 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
 
 
 class FlashOutput(NamedTuple):
-    """Results of flash_attention."""
+    """Attention outputs and log-sum-exps from flash_attention."""
 
     out: Tensor  # (S, H, L, D) attention outputs, on a CPU at least float32
     lse: Tensor  # (S, H, L) log-sum-exp of scores, at least float32
-    state: tuple  # GPU backward arguments: lengths and an unused random state
+    state: tuple  # arguments for the GPU backward kernel: lengths and an unused random state
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -161,8 +161,8 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute q, k and v gradients with PyTorch's fused backward kernel.
 
-    `k` and `v` may be a part of the keys and values behind `result`, because the kernel recomputes attention weights as
-    exp(score - log-sum-exp).
+    k and v may be a subset of the keys and values that gave `result`, because the kernel recomputes attention weights
+    as exp(score - log-sum-exp).
 
     A score's gradient is weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
     weight, g . value and g . output are nearly equal, so an output rounded to 16 bits would make the difference
@@ -170,10 +170,10 @@ def flash_attention_backward(
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.
-        result: flash_attention's results over all keys, but with the state for k and v.
+        result: `out` and `lse` over all keys, and the `state` that flash_attention returns for k and v.
     """
     out, lse, state = result
-    lse = lse.contiguous()  # the GPU kernel ignores strides
+    lse = lse.contiguous()  # the GPU kernel ignores the strides of log-sum-exps
     if q.device.type == "cuda":
         (queries, keys, max_queries, max_keys, seed, offset) = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -1,6 +1,6 @@
 """Cumulative sums of integers over a vocabulary, in blocks.
 
-torch.cumsum on a GPU adds a row's values one by one, which takes 0.3 ms per generated token.
+On a GPU, torch.cumsum adds the integers of a row one by one, which takes 0.3 ms per generated token.
 """
 
 import torch.nn.functional as F

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import is_before_ampere
 
-COLUMNS = 2048  # columns of b to convert at once
+COLUMNS = 2048  # number of columns of b to convert to float32 at once
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

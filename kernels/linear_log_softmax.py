@@ -34,7 +34,7 @@ from minivlmrl.kernels.selective_log_softmax import (
 
 # bytes per block of float32 logits on a CPU, with 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum rows per torch block on a GPU
+GPU_ROWS = 512  # maximum rows in a block of logits on a GPU without Triton
 # maximum rows per Triton block: 34 MB in float32 with 2,048 ids
 TILE = 4096
 
@@ -205,11 +205,11 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of hidden states and head, empty if not needed."""
+    """Return gradients of hidden states and head; a gradient that is not needed is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Skip tokens without gradient, but not on a GPU, where the CPU would wait for their number, and not with a sampling
-    # mask, which contains token indices.
+    # Skip tokens without gradient, except on a GPU, where the CPU would have to wait for their number, and with a
+    # sampling mask, which contains token indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):

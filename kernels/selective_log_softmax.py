@@ -232,7 +232,7 @@ def score_part_(
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
         parts: (4, N) float32, memory for intermediate results, None for a single part.
-        last: whether this is the last part.
+        last: whether z is the last part of the vocabulary.
     Returns:
         Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; an empty
         tuple before the last part.

@@ -73,8 +73,8 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check the decoding kernels with padded prompts, and with a key cache that is not yet full."""
-    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, own tokens
+    """Check the decoding kernels with padded prompts, and with a KV cache that is not yet full."""
+    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, tokens in a completion
     R = B * G
     prompt_bias = torch.zeros(B, P)
     prompt_bias[1, 200:] = float("-inf")
@@ -164,7 +164,7 @@ def main(device: str = "cuda:0", *kernels: str) -> int:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
         except Exception as error:  # any error, such as one from CUDA, is a failure
-            # drop the three lines of general advice that CUDA appends
+            # drop three lines of general advice that CUDA appends to error messages
             message, *_ = str(error).splitlines() or [""]
             print(f"{type(error).__name__}: {message}", flush=True)
             return 1

@@ -20,7 +20,7 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# up to this size of float32 scores on a CPU, grouped_attention is faster than PyTorch's fused kernel
+# bytes of float32 scores up to which grouped_attention is faster than PyTorch's fused kernel on a CPU
 MAX_SCORE_BYTES = 2**22
 
 
@@ -28,8 +28,8 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
     """Return token indices of prompts with equal length, and of their completions, in the packed sequence.
 
     Args:
-        prompts: packed ranges of b prompts with P tokens.
-        completions: packed ranges of completions per prompt, r in all.
+        prompts: index ranges of b prompts with P tokens, in the packed sequence.
+        completions: index ranges of the completions for each prompt, r in all.
     Returns:
         Token indices of prompts (b, P) and completions (r, C), padded with -1; prompt index per completion (r,).
     """
@@ -103,7 +103,7 @@ def completion_attention(
         return JoinedAttention.apply(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.expand_to_rows(prompt_k), k], dim=2)
     v = torch.cat([slots.expand_to_rows(prompt_v), v], dim=2)
-    # query i attends to P + i + 1 keys
+    # query i of a completion attends to P prompt keys and i + 1 completion keys
     return dense_attention(q, k, v, is_causal=True)
 
 

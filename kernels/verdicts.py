@@ -23,14 +23,14 @@ from minivlmrl.kernels.file_lock import lock_file
 
 BUSY = "busy or unavailable"  # CUDA's error for a second process on a GPU in exclusive mode
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
-TIME_LIMIT = 120  # seconds per kernel check
+TIME_LIMIT = 120  # time limit for the check of a kernel, in seconds
 # seconds until a failed check is repeated, because the GPU may only have been out of memory
 RETRY_AFTER = 3600
 
 
 @cache
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
-    """Return {kernel: reason} for the kernels that cuda:index must not use."""
+    """Return {kernel: reason} for the Triton kernels that failed their check on GPU `index`."""
     name = torch.cuda.get_device_name(index)
     reasons = {}
     for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
@@ -47,7 +47,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the largest relative error per kernel, or why its check failed; run the checks if none are stored."""
+    """Return the largest relative error per kernel, or why its check failed; run checks without stored results."""
     folder = Path(import_module("triton").knobs.cache.dir)
     key = describe_setup(device)
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -57,7 +57,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
     folder.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("a") as file:
         lock_file(file, wait=True)
-        results = load_results(path)  # another process may have stored results
+        results = load_results(path)  # another process may have stored results while this one waited
         if results is None:
             results = check_kernels(device, kernels)
             path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
@@ -91,7 +91,7 @@ def load_results(path: Path) -> dict[str, float | str] | None:
     """Read stored results, None if there are none or a check must be repeated."""
     try:
         results = json.loads(path.read_text())["results"]
-    except (OSError, ValueError):  # missing, or being written by another process
+    except (OSError, ValueError):  # the file is missing, or another process is writing it
         return None
     age = time.time() - path.stat().st_mtime
     is_complete = all(isinstance(result, float) for result in results.values())
@@ -106,7 +106,7 @@ def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 def check_kernel(device: str, kernel: str) -> float | str:
     """Run self_test.py for one kernel; return its relative error, or an error message."""
     command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
-    search_path = [path or os.getcwd() for path in sys.path]  # "" in sys.path: working folder
+    search_path = [path or os.getcwd() for path in sys.path]  # an empty string in sys.path means the working folder
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
     try:
         done = subprocess.run(

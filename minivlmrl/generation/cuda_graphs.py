@@ -1,8 +1,8 @@
 """Capture the decode step as a CUDA graph, with one launch per token.
 
 With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A CUDA graph launches all
-kernels at once, but with fixed addresses. Tensors keep their size: finished completions stay in the batch, and unused
-keys are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
+kernels at once, but with fixed addresses, so tensors keep their size: finished completions stay in the batch, and
+unused keys are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
 HEADROOM = 2**30  # free GPU memory that a capture may need, in bytes
-# initial size of key and value buffers, in tokens per completion; doubled when full
+# initial KV cache size, in tokens per completion; doubled when full
 KEYS = 256
 # one stream for all captures, because each stream allocates workspaces
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
@@ -35,7 +35,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows, because tensors in a graph have a fixed size."""
+        """Keep finished rows in the batch, because tensors in a CUDA graph have a fixed size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
@@ -66,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # capture a new graph if addresses change: other prompts or longer buffers
+        # capture a new graph if tensor addresses change: other prompts, or a larger KV cache
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -76,7 +76,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # first step without a graph: kernels allocate workspaces on first use
+        # run the first step without a graph, because kernels allocate workspaces on first use
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -87,7 +87,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
+        # do not use torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -24,9 +24,9 @@ def make_sampler(
     gather_weights: bool = True,
     keeps_vision: bool = False,
 ) -> Sampler:
-    """Make the sampler that `sampling` selects; for arguments, see Sampler.
+    """Make the sampler for the recipe section `sampling`; see Sampler for arguments.
 
-    With sampling.environment, the sampler can call tools; otherwise sampling.engine determines its class.
+    With sampling.environment, the sampler can call tools; otherwise sampling.engine selects the class.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -43,7 +43,7 @@ def check_environment(config: RunConfig):
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return True if each turn is sampled with its own context window."""
+    """Check whether every turn of a conversation is sampled with its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
@@ -60,6 +60,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Return the number of completion tokens, plus prompt tokens for later turns with their own context window."""
+    """Count completion tokens, and prompt tokens of later turns if turns have their own context window."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

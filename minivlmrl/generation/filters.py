@@ -47,7 +47,7 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the token ids that top_k, top_p and min_p kept: training uses the softmax over these ids."""
+        """Store the ids that top_k, top_p and min_p kept in completions; training uses the softmax over these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # drop entries recorded after the completion ended
             allowed_ids = allowed_of_row[: len(completion.ids)]
@@ -56,7 +56,7 @@ class Filters:
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Record new tokens `ids` (r,) for the repetition penalty."""
+        """Record sampled token ids (r,) for the repetition penalty."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 

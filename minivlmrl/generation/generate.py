@@ -99,13 +99,13 @@ def generate(
 def prefill(
     model: VisionLanguageModel, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode
 ) -> tuple[Tensor, DecodeAttention]:
-    """Run the prompts through the model, and prepare the attention for decoding.
+    """Run a forward pass over the prompts, and build the KV cache for decoding.
 
     Args:
         prompt_index: (R,) prompt index of each row.
         capacity: maximum completion length, in tokens.
     Returns:
-        logits (R, V) for first tokens, and attention with prompt keys and values.
+        logits (R, V) for the first completion tokens, and DecodeAttention with prompt keys and values.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
     # (B, hidden_size) hidden states at the last prompt token
@@ -161,7 +161,6 @@ def make_token_sampler(
         sample: probabilities -> ids; see sample_by_uniforms.
         logits_processor: logits -> scores for the softmax, by default logits / temperature. Filters set removed tokens
             to -inf.
-        device: where logits are.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 
@@ -184,7 +183,6 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 
     Args:
         uniforms: (R, max_new_tokens) float64 random numbers in [0, 1); see inverse_cdf.
-        device: where probabilities are.
     """
     uniforms = to_device(uniforms, device)
 
@@ -197,8 +195,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token whose cumulative probability exceeds the random number.
 
-    Probabilities are summed exactly, as integer multiples of 2^-52. So sampling does not depend on device or batch, and
-    never returns a token with probability 0.
+    Probabilities are summed exactly, as integer multiples of 2^-52, so that sampling does not depend on device or
+    batch, and never returns a token with probability 0.
 
     Args:
         probs: (r, V) float32.

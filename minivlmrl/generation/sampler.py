@@ -33,8 +33,7 @@ class Sampler:
     Subclasses are other engines, such as extras/vllm.py; see docs/developer_guide.md.
 
     Args:
-        processor: tokenizer and default stop tokens.
-        world: ranks, by default only this process, on the model's device.
+        world: process group, by default only this process on the model's device.
         gather_weights: gather all sharded weights before a rollout; see rollout_weights in distributed/weights.py.
         keeps_vision: cache image embeddings for training and the reference model; requires a frozen vision tower.
     """
@@ -52,7 +51,7 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # compute device; weights may be offloaded to another device
+        # compute device, while weights may be offloaded to the CPU
         self.device = self.world.device
         self.gather_weights = gather_weights
         # callback for row indices (r,) and new token ids (r,), for example to print them
@@ -143,7 +142,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Return the decode step, as a CUDA graph if the model supports it."""
+        """Return the decode step, as a CUDA graph if the model supports CUDA graphs."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -151,7 +150,7 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record one token per row; return (r,) bool, True for finished rows.
+        """Record a new token per row; return (r,) bool, True for finished rows.
 
         Samplers in extras/agents/ override this method to run tools.
 
@@ -161,15 +160,13 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row; return (r,) bool, True if it completes a stop string."""
+        """Record a new token per row; return (r,) bool, True if the token completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
         if self.stop_strings is None:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
-
-    # methods that other engines may override
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -181,7 +178,7 @@ class Sampler:
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate the memory that the engine needs during rollouts: {name: bytes}."""
+        """Estimate the memory that the sampling engine needs during rollouts: {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -191,11 +188,11 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise UserError if engine and policy log-probs differ too much.
+        """Raise UserError if log-probabilities from the sampling engine and the policy differ too much.
 
         Args:
-            rows: one row per prompt, for error messages.
-            max_logp_mismatch: factor on the tolerance.
+            rows: dataset row of each prompt, for error messages.
+            max_logp_mismatch: factor by which the tolerance is multiplied.
         """
 
 
@@ -221,7 +218,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return True if decode steps can be captured as a CUDA graph."""
+    """Check whether decode steps can be captured as a CUDA graph."""
     # FSDP cannot gather layers inside a graph
     return sampling.cuda_graph == "auto" and not by_layer and family_of(model).in_cuda_graphs
 

@@ -18,7 +18,7 @@ BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# stands for unknown token ids; never occurs in UTF-8, so never in a stop string
+# bytes of unknown token ids: 0xff never occurs in UTF-8, so it matches no stop string
 NO_TEXT = b"\xff"
 
 
@@ -48,7 +48,7 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        self.before: list[bytes] = []  # last bytes per row, enough for any stop string
+        self.before: list[bytes] = []  # last bytes of each row, at least as long as any stop string
         for ids in prompts:
             last_ids = ids[-self.longest :].tolist()
             self.before.append(b"".join(map(self.bytes_of, last_ids)))
@@ -68,7 +68,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # only search for matches that end in the new token
+                # search only for stop strings that end in the new token
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

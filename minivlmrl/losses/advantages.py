@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # avoids a division by 0, as in TRL
+EPSILON = 1e-4  # avoids division by 0; same value as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -15,7 +15,7 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
         rewards: (n, K), NaN where a reward function returned None.
         weights: (K,)
     Returns:
-        (n,) sums, ignoring NaN; NaN only if all K rewards are NaN.
+        (n,) sums that ignore NaN, or NaN if all K rewards are NaN.
     """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
@@ -91,8 +91,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# {grpo.advantages: function}. First argument: weighted reward sums (n,), num_generations consecutive rows per group.
-# Keyword arguments: rewards_per_func (n, K), reward_weights (K,), and options in the `grpo` section.
+# {grpo.advantages: function of weighted reward sums (n,), num_generations consecutive sums per group}; keyword
+# arguments: rewards_per_func (n, K), reward_weights (K,) and options of the `grpo` section
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(
@@ -103,7 +103,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def standardize(values: Tensor) -> Tensor:
-    """Shift and scale (n,) to mean 0 and standard deviation 1; NaN stays NaN."""
+    """Scale values (n,) to mean 0 and standard deviation 1; NaN stays NaN."""
     return center(values) / (nanstd(values) + EPSILON)
 
 
@@ -120,7 +120,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    The maximum is subtracted first, so that equal rewards give exactly 0. AdamW would scale up any rounding error.
+    Subtracting the maximum first makes equal rewards exactly 0; otherwise AdamW would scale up the rounding error.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 grpo.py imports only torch, so you can copy it into your own project.
 
-B completions are right-padded to T tokens. The loss has four steps, three with a table of functions to choose from:
+B completions are right-padded to T tokens. The loss has four steps; RATIOS, TERMS and AVERAGES are tables of functions:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
@@ -10,7 +10,7 @@ B completions are right-padded to T tokens. The loss has four steps, three with 
     average    over tokens and rows                                           AVERAGES
 
 GRPO, DAPO and Dr. GRPO differ only in the average. Averages divide by tokens or completions in the whole optimizer
-step, so that micro-batch gradients can be summed. grpo_variants.py adds RLOO, CISPO, SAPO and others.
+step, so that micro-batch gradients can be summed. RLOO, CISPO, SAPO and others are in grpo_variants.py.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# keys in AVERAGES; those after dr_grpo are in grpo_variants.py
 LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 
 
@@ -29,9 +28,9 @@ class LossNormalizer:
     """Loss denominators: completions and tokens in a whole optimizer step."""
 
     sequences: float  # number of completions
-    # number of tokens with mask 1, num_items_in_batch in TRL
+    # number of tokens to train on, num_items_in_batch in TRL
     tokens: float | Tensor
-    max_completion_length: int | None = None  # divisor in Dr. GRPO
+    max_completion_length: int | None = None  # maximum tokens per completion, the divisor in Dr. GRPO
 
 
 def grpo_loss(
@@ -61,19 +60,19 @@ def grpo_loss(
     Args:
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         advantages: (B,) or per token (B, T).
-        mask: (B, T), 1 for tokens to train on. An all-zero row still counts as a completion.
-        loss_type: selects term and average; see TERMS and AVERAGES.
-        importance_sampling_level: selects the ratio; see RATIOS. "sequence" is GSPO.
+        mask: (B, T), 1 for tokens to train on. A completion with mask 0 everywhere still counts as a completion.
+        loss_type: key in TERMS and AVERAGES.
+        importance_sampling_level: key in RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
         kl_estimator: see kl_term.
-        use_bias_correction_kl: if True, multiply the KL by the ratio; see correct_kl.
+        use_bias_correction_kl: whether to multiply the KL by the ratio; see correct_kl.
         old_per_token_logps: (B, T) log-probabilities at sampling time, or None if the policy has not changed (ratio 1).
         ref_per_token_logps: (B, T) reference log-probabilities, required if beta is not 0.
         token_weights: (B, T) or (B, 1) factors for the policy term but not the KL, such as a mask for high-entropy
             tokens, or importance ratios that correct for the sampler. None means 1.
         normalizer: totals for the whole optimizer step, or None if this batch is the whole step.
-        term_options: keyword arguments for the function in TERMS, such as delta.
+        term_options: keyword arguments for the function from TERMS, such as delta.
     Returns:
         Scalar loss, and detached metrics: `kl` in nats per token, and metrics from TERMS, such as clip_ratio/low_mean.
     Raises:
@@ -100,7 +99,7 @@ def grpo_loss(
     log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
-    if beta:  # KL first, so that autograd sums gradients in the same order as in TRL
+    if beta:  # KL before the policy term: autograd sums gradients in the same order as in TRL
         kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
         if use_bias_correction_kl:
             kl = correct_kl(kl, ratio, kl_estimator)
@@ -120,7 +119,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
     Args:
         log_ratio: (B, T), log pi - log pi_old, in nats.
-        level: key in RATIOS, such as "token" or "sequence".
+        level: key in RATIOS.
     """
     check_known("importance_sampling_level", level, RATIOS)
     return RATIOS[level](log_ratio, mask)
@@ -128,7 +127,6 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 # (log_ratio, mask) -> pi / pi_old, (B, T) or (B, 1)
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
     # geometric mean over a completion, (r_1 r_2 ... r_n)^(1/n); GSPO eq. 7
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
@@ -168,7 +166,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# TermInputs -> per-token losses (B, T), metrics. grpo_loss passes on keyword arguments such as delta.
+# TermInputs, options such as delta -> per-token losses (B, T), metrics
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -215,7 +213,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # detach the ratio, because k2 and the + variants already have the gradient of KL(pi || pi_ref)
+    # detach the ratio: k2 and the + estimators already have the gradient of KL(pi || pi_ref)
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
@@ -239,7 +237,7 @@ def max_length(normalizer: LossNormalizer) -> int:
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Return the LossNormalizer for a step with only this batch."""
+    """Count completions and tokens in one batch, for an optimizer step without other batches."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
@@ -258,8 +256,8 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
-    """Raise ValueError if a value is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # NaN is also rejected
+    """Raise ValueError if epsilon or beta is out of range."""
+    if not 0 <= epsilon_low <= epsilon_high:  # also True for NaN
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

@@ -1,7 +1,6 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds the variants to the tables in grpo.py. Only torch and grpo.py are required, so you can
-copy both files.
+Importing grpo_variants.py adds the variants to the tables in grpo.py. It needs only torch and grpo.py.
 """
 
 import math
@@ -70,11 +69,11 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's token loss: -phi(W) A log pi, with phi(W) = W^k exp(lambda (1 - W)) detached.
 
-    W is the product of token ratios in a completion. k and lambda have different values for negative advantages.
+    W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1) trainer / sampler probability; multiplies W here, but the loss term
-            in other losses.
+        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability; a factor of W, while
+            other losses multiply the loss term by this ratio.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -86,7 +85,7 @@ def vespo_term(
 
 
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
-    """Compute log W per completion, a sum over tokens: (B, 1)."""
+    """Compute log W, the sum of log-ratios over a completion: (B, 1)."""
     lowest = math.log(1e-8)
     highest = 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
@@ -113,9 +112,6 @@ AVERAGES |= {
     "sapo": AVERAGES["grpo"],
     "vespo": AVERAGES["dapo"],
 }
-
-
-# ------------------------------------------------------------- token weights and an entropy bonus
 
 
 def kept_tokens(
@@ -161,8 +157,7 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: kept tokens in the optimizer step, by default estimated as in TRL: kept tokens in this batch / its
-            share of the completions.
+        num_tokens: number of kept tokens in the optimizer step, by default estimated from this batch, as in TRL.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)

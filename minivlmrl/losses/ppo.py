@@ -55,7 +55,7 @@ def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, al
 
     Args:
         parts, masks: one (B, T) tensor per micro-batch.
-        all_ranks: World.sum to sum over ranks, None for one rank.
+        all_ranks: function that sums numbers over ranks, such as World.sum; None for a single rank.
     Source: TRL 1.12's masked_whiten (sample variance, 1e-8 inside the square root).
     """
     add = all_ranks or (lambda *values: values)
@@ -100,8 +100,8 @@ def ppo_loss(
         mask: (B, T), 1 for tokens to train on.
         cliprange: eps, at least 0; clips the ratio around 1, and values around old values.
         vf_coef: value loss weight.
-        old_per_token_logps, old_values: (B, T), at sampling time.
-        advantages, returns: (B, T), from gae.
+        old_per_token_logps, old_values: (B, T) log-probabilities and critic predictions at sampling time.
+        advantages, returns: (B, T), from the function gae.
         normalizer: LossNormalizer with the divisor `tokens`, by default mask.sum().
     Returns:
         Loss, and metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...

@@ -1,6 +1,6 @@
 """Losses on preference pairs: DPO, its variants, and the reward model loss.
 
-preference.py needs only torch and grpo.py, so you can copy both files.
+preference.py needs only torch and grpo.py.
 
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
@@ -39,7 +39,7 @@ class Pairs:
     mean_margin: Tensor  # (B,) margin between length-normalized scores
     sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, the same for all pairs
     beta: float
-    e: float  # label_smoothing in dpo_loss
+    e: float  # label smoothing, the assumed share of flipped labels
     discopop_tau: float  # DiscoPOP mixture temperature
 
 
@@ -128,9 +128,9 @@ def dpo_loss(
         use_weighting: whether to weight pairs by their policy probability (WPO).
         discopop_tau: DiscoPOP temperature, > 0.
         ref_per_token_logps: (B, 2, T) reference log-probabilities, without gradient.
-        ref_logps: (B, 2) answer_logps(ref_per_token_logps, ...), as an alternative.
+        ref_logps: (B, 2) reference log-probabilities summed over tokens, instead of ref_per_token_logps.
         log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, without gradient; required by use_weighting.
-        normalizer: totals for the step. `tokens` counts only chosen answers, the denominator in sft.
+        normalizer: totals for the optimizer step, None for this batch. `tokens` counts chosen answers only.
     Returns:
         Loss, and metrics rewards/chosen and rewards/rejected (beta times log-ratio, nats), rewards/margins,
         rewards/accuracies (share of positive margins), logps/chosen and logps/rejected.
@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # num_pairs / B cancels the sum over B pairs and the division at the end
+    # num_pairs / B: per_pair_loss sums B copies of sft_loss, and is divided by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -187,7 +187,7 @@ def dpo_loss(
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute WPO's pair weights (B,), large if both answers are likely under the policy.
 
-    Product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. All arguments are (B, 2, T).
+    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. Arguments are (B, 2, T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
@@ -200,7 +200,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # a float32 mask would round ld_alpha
+    weights = mask.to(per_token_logps.dtype)  # a float32 mask would round ld_alpha of float64 log-probabilities
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
@@ -269,7 +269,7 @@ def check_dpo_options(
     """Raise ValueError for conflicting `dpo_loss` options.
 
     Args:
-        prefix: prefix for option names in messages, such as "dpo.".
+        prefix: text before option names in messages, such as "dpo.".
     """
     for name in loss_type:
         check_known(f"{prefix}loss_type", name, DPO_LOSSES)

@@ -1,4 +1,4 @@
-"""SFT loss; sft.py needs only torch and grpo.py, so you can copy both files."""
+"""SFT loss; sft.py needs only torch and grpo.py."""
 
 from typing import Literal, get_args
 

@@ -31,8 +31,8 @@ class PackedLayout:
     Args:
         prompt_lengths: (B,) tokens per prompt.
         completion_lengths: tokens per completion, for each prompt.
-        rows: row in the padded loss tensors for each completion, None = one row each. Turns of one trajectory share a
-            row.
+        rows: row index in the padded loss tensors, per completion; None = one row per completion. Turns of the same
+            trajectory share a row.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class PackedLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end
-        # (B,) packed positions of last prompt tokens
+        # (B,) index of the last prompt token, in the packed sequence
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) packed positions that predict completion tokens
+        # (M,) index of the previous token, which predicts a completion token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) index of completion tokens in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
@@ -87,11 +87,11 @@ class PackedLayout:
         return tokens
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange packed positions in padded matrices, one pair per prompt length.
+        """Group prompts of equal length, and arrange their token indices in padded matrices.
 
         Returns:
-            Two lists: positions (prompts, P) and (completions, C) per prompt length, padded with -1;
-            PromptSlots per prompt length, None without completion positions.
+            Token indices (prompts, P) and (completions, C) for each prompt length, padded with -1, in one list;
+            PromptSlots for each prompt length, None if its completions have at most one token.
         """
         blocks = []
         slots = []
@@ -174,7 +174,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # (rows, new tokens) slices, one pair per call to a recurrent layer
+    # pairs of slices: rows, and their new tokens; a recurrent layer runs once per pair
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

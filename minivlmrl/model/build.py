@@ -30,7 +30,7 @@ PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_si
 
 
 def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """Build a model with random weights, and its Processor, from config.json and a tokenizer."""
+    """Build a model with random weights and a Processor, from config.json and a tokenizer."""
     model = random_weights(config_file, tokenizer, seed)
     return model, random_processor(model.config, tokenizer)
 
@@ -46,7 +46,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # keep a larger vocab_size from config.json; the extra embedding rows are unused
+    # keep a larger vocab_size from config.json, which adds unused embedding rows
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -57,7 +57,6 @@ def random_processor(
     """Build a processor (tokenizer, image settings, template) for a random model."""
     family = find_family(model_config.model_type)
     patches = {name: getattr(model_config.vision_config, field) for name, field in PATCHES.items()}
-    # pixels per image token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
         {**family.images, **patches}, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
@@ -67,7 +66,7 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the default chat template for a family, or None for the one in data/chat_template.py."""
+    """Return the default chat template for a family, or None for Qwen2.5-VL's in data/chat_template.py."""
     if family.default_system:
         return None
     # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja

@@ -51,7 +51,7 @@ def load_model(
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
         sharding: Sharding from distributed/fsdp.py, so that ranks load only their shard. None = no sharding.
-        adapt: called with the model on the meta device, to add adapters that have no weights in the folder.
+        adapt: function that adds adapters to the model on the meta device, before weights are read.
     """
     folder = find_folder(folder)
     with unchanged(folder):
@@ -81,7 +81,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # without an LM head that is tied to the embedding
+    expected = base_weights(model)  # omits an LM head that is tied to the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -142,7 +142,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # reopen the file for each tensor, to free the memory of previous ones
+        # reopen the file for each tensor, to free the memory of previous tensors
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -181,7 +181,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        min_pixels, max_pixels: bounds on pixels per image, default: those in the folder.
+        min_pixels, max_pixels: bounds on pixels per image, by default from preprocessor_config.json.
     """
     # lazy import: models with random weights need no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
@@ -234,7 +234,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path, names: re.Pattern = CARRIED) -> dict[str, bytes]:
-    """Read the files to copy into checkpoints, because the folder may be deleted during the run."""
+    """Read the files that checkpoints copy, because the model folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if names.fullmatch(file.name) and file.is_file():

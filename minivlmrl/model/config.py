@@ -1,7 +1,4 @@
-"""ModelConfig and VisionConfig, with field names as in config.json.
-
-config_json.py converts config.json to these classes and back. Families with other settings define subclasses.
-"""
+"""ModelConfig and VisionConfig, with field names as in config.json; families with other settings define subclasses."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -16,15 +13,15 @@ Depth = Annotated[int, "[1, 1000]"]
 class VisionConfig:
     """Vision tower config, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
 
-    depth: Depth = 32  # transformer blocks
+    depth: Depth = 32  # number of transformer blocks
     hidden_size: Size = 3584
     intermediate_size: Size = 3420
     num_heads: Size = 16
-    out_hidden_size: Size = 3584  # decoder hidden_size
+    out_hidden_size: Size = 3584  # hidden_size of the decoder
     in_channels: Size = 3
-    patch_size: Size = 14  # patch side, in pixels
+    patch_size: Size = 14  # patch width and height, in pixels
     temporal_patch_size: Size = 2  # frames per patch; an image is repeated to fill a patch
-    spatial_merge_size: Size = 2  # n if n x n patches are merged into one decoder token
+    spatial_merge_size: Size = 2  # patches per side of the square merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
     # standard deviation for new learned position embeddings
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
@@ -33,13 +30,13 @@ class VisionConfig:
 
     # constants in Qwen2-VL; other families override them or make them fields
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
-    # window side, in pixels; None = whole frame
+    # attention window width and height in pixels, None = whole frame
     window_size: ClassVar[int | None] = None
-    # blocks with full instead of windowed attention
+    # indices of blocks with full instead of window attention
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # M-RoPE time positions per second; None = one per time step
     tokens_per_second: ClassVar[int | None] = None
-    # DeepStack: tower blocks whose output is added to the first decoder layers
+    # DeepStack: indices of tower blocks whose outputs are added to the first decoder layers
     deepstack_visual_indexes: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -73,26 +70,26 @@ class ModelConfig:
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    extra: dict = field(default_factory=dict)  # unused keys, written back unchanged
+    extra: dict = field(default_factory=dict)  # unused keys in config.json, written back unchanged
 
     # constants in Qwen2; other families override them or make them fields
-    attention_bias: ClassVar[bool] = True  # biases on q, k and v
-    qk_norm: ClassVar[bool] = False  # norms on q and k heads
+    attention_bias: ClassVar[bool] = True  # whether q, k and v projections have biases
+    qk_norm: ClassVar[bool] = False  # whether q and k are normalized per head
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width
 
     @property
     def head_dim(self) -> int:
-        """Return D."""
+        """Return the dimension of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Return the number of elements per head with rotary embedding."""
+        """Return how many elements of a head get rotary embeddings."""
         return self.head_dim
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """Return the axis per rotary frequency: 0 time, 1 height, 2 width.
+        """Return the position axis of each rotary frequency: 0 time, 1 height, 2 width.
 
         Example: mrope_section (2, 1, 1) gives (0, 0, 1, 2), or (0, 1, 2, 0) if mrope_interleaved.
         """

@@ -13,7 +13,7 @@ from minivlmrl.model.families.registry import FAMILIES, find_family
 
 # keys in config.json that to_dict recomputes
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys that may be null; elsewhere, null means the default
+# config.json keys that may be null; for other keys, null means the default
 NULLABLE = {"bos_token_id", "eos_token_id"}
 # keys in vision_config that to_dict recomputes
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
@@ -29,12 +29,12 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     vision = _section(config, where, "vision_config")
     flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
-    flat.pop("mrope_section", None)  # use only mrope_section in the rope settings
+    flat.pop("mrope_section", None)  # ignore mrope_section outside rope_scaling
     rope = _rope(flat, where)
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # the top level has precedence, because transformers 5 always writes the default into text_config
+    # prefer the top-level tie_word_embeddings: transformers 5 always writes the default into text_config
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat["extra"] = without(flat, names | REWRITTEN)
@@ -95,7 +95,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the first section in `names` that the config has, or {}."""
+    """Return the first nonempty section of config.json among `names`, or {}."""
     for name in names:
         section = config.get(name)
         if section:
@@ -139,11 +139,11 @@ def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
 
 
 def _check(model_config: ModelConfig):
-    """Raise UserError if sizes contradict each other."""
+    """Raise UserError if sizes in a ModelConfig contradict each other."""
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # False if head_dim is computed from other fields
+    has_head_dim = "head_dim" in vars(model_config)  # False if head_dim is hidden_size / num_attention_heads
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [  # (whether the rule holds, field, value, expected)

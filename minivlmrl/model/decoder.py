@@ -23,8 +23,8 @@ class VisionLanguageModel(nn.Module):
     """Vision tower, decoder and LM head, for any family."""
 
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
-    folder: Path | None = None  # folder with the loaded weights
-    save_dtype: torch.dtype | None = None  # dtype for checkpoints, None = current dtype
+    folder: Path | None = None  # folder from which the weights were loaded
+    save_dtype: torch.dtype | None = None  # dtype of weights in checkpoints, None = current dtype
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
         batch: M completion tokens.
         temperature: logit divisor, as in sampling.
     Returns:
-        Log-probabilities (M,) and entropies (M,), in nats; GroupBatch.pad arranges them in rows.
+        Log-probabilities (M,) and entropies (M,), in nats; GroupBatch.pad converts (M,) to (R, T).
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
     return logps_of_states(model, completion_states(model, batch), batch, temperature)

@@ -37,7 +37,7 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze it instead."""
+    """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze the model instead."""
     model.requires_grad_(not options.r)
     if not options.r:
         return
@@ -60,7 +60,7 @@ class LoRALinear(ReplacedLinear):
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # dropout function, only inside `with dropout(...)`
+        # dropout function, set only inside `with dropout(...)`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products.
 
-    TF32 rounds factors to 11 significant bits, so bfloat16 x (8 bits) stays exact. Sums are in float32. Forward and
+    TF32 rounds factors to 11 significant bits, which keeps bfloat16 (8 bits) exact, and sums in float32. Forward and
     backward enable TF32 separately, because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
@@ -145,8 +145,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout to adapter inputs, but not to base inputs, inside a `with` block, as in PEFT.
 
-    The mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask. Completions
-    with the same prompt share the mask for prompt tokens.
+    The dropout mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -160,11 +159,11 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Use 16-bit copies of float32 adapters inside a `with` block, on a GPU with a 16-bit base.
 
-    With the few tokens in a decode step, a float32 adapter is slower than its 16-bit base. Merging adapters would lose
-    most small updates to rounding. The copies stay at fixed addresses, as CUDA graphs require.
+    In a decode step with few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters into
+    the base would round away most small updates. The copies stay at fixed addresses, as CUDA graphs require.
 
     Yields:
-        The 16-bit copies, possibly none.
+        List of the 16-bit copies, possibly empty.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -213,7 +212,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters as in `other`: same layers, r, scaling, dropout and quantization."""
+    """Add adapters with the same layers, r, scaling, dropout and quantization as in `other`."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     for name in packed_layers(other):
@@ -237,7 +236,7 @@ def quantize_base(model: VisionLanguageModel):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    # lazy import: few recipes quantize
+    # lazy import: few recipes use NF4
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -269,10 +268,10 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the linear layers selected by one adapter.target entry."""
+    """Return names of the linear layers that an entry of adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets  # {target: pattern for layer names}
+    kinds = family_of(model).adapter_targets
     try:
         pattern = re.compile(target)
     except re.error as error:

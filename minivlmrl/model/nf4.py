@@ -42,9 +42,9 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     Args:
         values: (rows, n) float32.
         code: (k,) ascending values in [-1, 1], k <= 256.
-        block: values per scale.
+        block: number of values that share a scale.
     Returns:
-        indices: (rows, n) uint8 indices into the table of NF4 values.
+        indices: (rows, n) uint8 indices into `code`.
         scales: (rows, ceil(n / block)) largest absolute values.
     """
     num_rows, num_values = values.shape
@@ -65,7 +65,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantize a weight to NF4, two values per byte, and its scales to 8 bits.
 
     Returns:
-        `packed` values, quantized scales `scale_indices` and `scale_scales`, and `offset`, the mean scale.
+        Dictionary: `packed` values, quantized scales `scale_indices` and `scale_scales`, and `offset`, the mean scale.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -82,7 +82,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return pack_nf4's shapes and dtypes for a weight on the meta device."""
+    """Return meta tensors with the shapes and dtypes from pack_nf4."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
@@ -112,7 +112,7 @@ def unpack_nf4(
 
 
 class NF4Linear(PackedLinear):
-    """Frozen linear layer with an NF4 weight; sharding splits values, but not scales."""
+    """Frozen linear layer with an NF4 weight; FSDP shards the packed values, but not the scales."""
 
     packed: nn.Parameter
     scale_indices: Tensor

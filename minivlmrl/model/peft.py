@@ -26,7 +26,7 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# adapter subfolder in a PEFT folder, in a checkpoint, and in a run folder
+# adapter path inside a PEFT folder, a checkpoint, and a run folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
@@ -39,7 +39,7 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """Fields read from adapter_config.json; layer names and ranks come from the tensors."""
+    """Fields read from adapter_config.json; layer names and ranks are read from the tensors."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
@@ -200,13 +200,13 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     for name_end, value in (config.alpha_pattern or {}).items():
         if f".{module_name(name)}".endswith(f".{name_end}"):
             alpha = value
-            break  # first match, as in PEFT
-    divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
+            break  # use the first matching name, as in PEFT
+    divisor = math.sqrt(r) if config.use_rslora else r  # scaling in rsLoRA: alpha / sqrt(r) (arXiv 2312.03732)
     return r, alpha / divisor
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters on all ranks, and return a function with which one rank writes a PEFT folder.
+    """Gather adapters on all ranks, and return a function for one rank that writes a PEFT folder.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.
@@ -218,7 +218,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes scaling = alpha / r; rsLoRA adapters are converted to this form
+    # PEFT computes scaling = alpha / r, so rsLoRA adapters are saved as plain LoRA with another alpha
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,4 +1,4 @@
-"""Compute plain weights for checkpoints: gather shards, merge LoRA adapters (lora.py), unpack NF4 layers (nf4.py)."""
+"""Compute full weights for checkpoints: gather shards, merge LoRA adapters, unpack NF4 layers."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# {model part: weight name prefixes}; the first match counts
+# {model part: parameter name prefixes}; a parameter belongs to the first part with a matching prefix
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # embedding and LM head, often tied
@@ -37,7 +37,7 @@ class ReplacedLinear(nn.Module):
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a frozen, quantized W, unpacked again in backward instead of saved."""
+    """Compute x W^T with a quantized W; backward unpacks W again instead of storing the unpacked W."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -56,7 +56,7 @@ class PackedLinear(ReplacedLinear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # unpacked weight dtype
+        self.dtype = linear.weight.dtype  # dtype of the unpacked weight
         self.bias = linear.bias
         self.pack(linear.weight)
 
@@ -127,7 +127,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return {name: base weight}, named as in a model without adapters."""
+    """Return {name: weight without adapter}, with names as in a model without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -138,7 +138,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return {name: weight}, named as in a model without adapters."""
+    """Return {name: weight, or layer with an adapter}, with names as in a model without adapters."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -147,7 +147,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo with which copy.deepcopy copies only adapters and shares other weights."""
+    """Return a memo for copy.deepcopy, so that a model copy shares all weights except adapters."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

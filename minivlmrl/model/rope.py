@@ -41,7 +41,7 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
     merge = model_config.vision_config.spatial_merge_size
-    pieces = []  # position tensors for ids[:done]
+    pieces = []
     done = 0
     position = 0
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):

@@ -10,7 +10,7 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad, to False for parts and layers in `freeze`."""
+    """Set requires_grad, False for model parts and layers in `freeze`."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)
@@ -30,15 +30,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str, ...]:
     """Return name prefixes of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
 
-    Args:
-        names: all parameter names.
     Raises:
         UserError: a range has layers that the model lacks.
     """
     prefixes = []
     for text in freeze:
         match = LAYERS.fullmatch(text)
-        if match is None:  # a model part, such as vision
+        if match is None:
             continue
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
@@ -53,9 +51,6 @@ def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ..
     """Check whether a parameter is trained: not frozen, and in an adapter if the model has adapters.
 
     In a value model, the value head is trained, but not the LM head.
-
-    Args:
-        frozen_layers: name prefixes of frozen layers.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"

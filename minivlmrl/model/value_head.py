@@ -17,7 +17,7 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # head weights, in the same folder as the backbone
+HEAD_FILE = "score.safetensors"  # value head weights, in the same folder as the backbone
 
 
 class ValueModel(nn.Module):
@@ -89,7 +89,7 @@ def check_value_model_folder(folder: str | Path):
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model; `options` as in load_model."""
+    """Load a value model; `options` are arguments for load_model."""
     check_value_model_folder(folder)
     with unchanged(folder):
         return add_saved_head(load_model(folder, *options), folder)

@@ -1,7 +1,7 @@
 """Vision tower: encode image patches, and merge 2 x 2 patches into one decoder token.
 
-The decoder (model/decoder.py) puts the outputs in place of image placeholders. VisionTransformer is Qwen2.5-VL's tower:
-window attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
+The decoder puts these outputs in place of image placeholders. VisionTransformer is Qwen2.5-VL's tower: window
+attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
 
 Dimensions: P patches in all images, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
-EPS = 1e-6  # epsilon in norms
+EPS = 1e-6  # epsilon in RMSNorm and LayerNorm
 
 
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
@@ -86,7 +86,7 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # window side in merged tokens; without window attention, the whole frame
+        # window width and height in merged tokens; without window attention, the whole frame
         side = max(rows, cols)
         if vision_config.window_size:
             side = vision_config.window_size // merge // vision_config.patch_size
@@ -143,9 +143,8 @@ class VisionTower(nn.Module):
 
     config: VisionConfig
     patch_embed: "PatchEmbed"
-    # units for sharding and activation checkpointing
-    blocks: nn.ModuleList
-    merger: nn.Module  # model part "merger"; all other weights are in part "vision"
+    blocks: nn.ModuleList  # FSDP and activation checkpointing wrap each block
+    merger: nn.Module  # model part "merger" in recipes; other tower weights are the part "vision"
 
 
 class VisionTransformer(VisionTower):
@@ -213,7 +212,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
-        # rotation in float32
+        # rotary embedding in float32
         q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 

@@ -41,7 +41,7 @@ def mean_iou(
     Args:
         answer_texts: n answers, None = no answer found.
         solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, possibly as a string. [] or "" means
-            that there is no object, and the answer must say so.
+            that the image has no object; the answer must then contain no box.
         image_sizes, answer_extents: image (width, height) in file pixels, and in predicted box units.
     Returns:
         n rewards, None for rows without an image or solution.
@@ -85,7 +85,7 @@ def box_format(
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
-    """Return why box_format is 0, or None if it is 1."""
+    """Return why the reward box_format of a completion is 0, or None if the reward is 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -109,7 +109,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted to true objects; return one IoU per match, and 0 for each unmatched object."""
+    """Match predicted to true objects one to one; return the IoU of matches, and 0 for unmatched objects."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -121,7 +121,7 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer>, or else in the whole text."""
+    """Parse boxes in the last <answer> of a text, or in the whole text if it has no <answer>."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
@@ -144,7 +144,7 @@ def score_boxes(
     """Compute rewards for n answers from predicted and true boxes.
 
     Args:
-        measure: (predicted objects, true objects) -> reward; answers without objects get 0.
+        measure: (predicted objects, true objects) -> reward.
         log_extra: logs reasons for rewards below 1.
         read: (text, image size) -> objects, to parse solutions and answers.
         requirement: end of the error message for invalid solutions.

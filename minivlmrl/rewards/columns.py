@@ -20,9 +20,9 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments for reward functions in addition to row columns; lists contain one value per completion.
+    """Arguments that reward functions may take in addition to row columns; lists have one value per completion.
 
-    Fields with value None are not passed; see docs/rewards.md.
+    Arguments with value None are not passed; see docs/rewards.md.
     """
 
     completions: list[str]
@@ -35,10 +35,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
-    extras: list[dict]  # values logged with log_extra
+    row_rewards: list[list[str] | None]  # names of the rewards that score the row, None = all rewards
+    extras: list[dict]  # values that log_extra added to a completion
     reward_model_scores: Sequence[float] | None = None
-    # single objects instead of lists, set by Reward.__call__
+    # trainer_state and the two functions are not lists, and are set by Reward.__call__
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -93,7 +93,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # size known from the prompt, without opening the file again
+    # use a known image size, to avoid opening the file again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))

@@ -36,14 +36,14 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 # rewards that preflight.py calls before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # loggers that do nothing
-# reserved names of step metrics
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # logging functions that do nothing
+# names of built-in step metrics, which log_metric rejects
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
-# error if a function expects messages but gets a string: completion[0]["content"]
+# error from completion[0]["content"] in a reward function that expects messages, but gets a string
 READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
-# arguments passed as messages; the last form is TRL's for conversations
+# names of arguments to pass as messages; the last tuple is TRL's format for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -62,14 +62,14 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 class RewardLog:
     """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
-    def __init__(self, global_step: int = 1, max_steps: int = 1):  # by default, at the end of training
+    def __init__(self, global_step: int = 1, max_steps: int = 1):  # by default, the end of training
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
         self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl has the rollout mean."""
+        """Log a finite number as a metric; metrics.jsonl contains the mean over the rollout."""
         number = plain_value(value)
-        if name in STEP_METRICS:  # the value would overwrite a built-in metric
+        if name in STEP_METRICS:
             raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
@@ -77,7 +77,7 @@ class RewardLog:
 
 
 class RewardFailed(UserError):
-    """A reward function failed; raised on all ranks, so that they save a checkpoint together."""
+    """Error in a reward function, raised on all ranks, so that they save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -87,26 +87,26 @@ class Reward:
     name: str
     function: Callable
     world: World = field(default_factory=World)
-    log: RewardLog | None = None  # training stage log, None in evaluations and commands
+    log: RewardLog | None = None  # log of the training stage, None in evaluations and commands
     max_seconds: float | None = None  # time limit per call in seconds, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Columns that the function requires: parameters without a default."""
+        """Names of required columns: the function's parameters without a default."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Columns that the function may read: all parameters."""
+        """Names of columns that the function may read: all its parameters."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
         """True for a user's function with a parameter such as **columns."""
-        function = getattr(self.function, "func", self.function)  # functions with options are partial objects
+        function = getattr(self.function, "func", self.function)  # a reward with options is a functools.partial
         # functools.wraps copies __module__ but not __globals__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
@@ -114,7 +114,7 @@ class Reward:
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy that raises RewardFailed on all ranks if it fails on one."""
+        """Return a copy of the reward that raises RewardFailed on all ranks if the function fails on one rank."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # callbacks from a reward function that calls this one
+        for name in callbacks.keys() & columns.keys():  # a user's reward function may call this reward
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -168,7 +168,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the reward function; if it cannot read this form of arguments, try others."""
+        """Call the reward function; if it fails on strings, find which arguments it expects as messages."""
         try:
             return self.function(**in_form(columns, self.form) | callbacks)
         except (AttributeError, IndexError, TypeError):
@@ -180,7 +180,7 @@ class Reward:
 
     def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
         """Find which arguments the reward function expects as messages."""
-        # "?", because completion[0] would fail on an empty string before ["content"]
+        # replace empty strings, because completion[0] fails on "" before reading ["content"]
         columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
         for form in FORMS:
             try:
@@ -222,9 +222,8 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert returned rewards to floats, None to NaN."""
+    """Convert the values that a reward function returned to floats, None to NaN."""
     try:
-        # reject dicts, sets and strings of any length
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -256,8 +255,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log one value per completion, like TRL's log_extra(column, values).
 
-    Column "why" has a reason per reward, for example {"format": "no <answer>"}. Values that JSON lacks are logged as
-    str(value).
+    Column "why" has a reason per reward, for example {"format": "no <answer>"}. Values without a JSON type are logged
+    as str(value).
     """
     if len(values) != len(extras):
         raise UserError(

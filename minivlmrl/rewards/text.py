@@ -6,10 +6,10 @@ A reward is a function with TRL's signature, and returns one number per completi
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 A reward may return None for a completion that it cannot score. A completion whose rewards are all None has advantage 0,
-and does not count in the group mean. Recipes give rewards weights, for example {accuracy: 1.0}. For names, see
+and does not count in the group mean. A recipe lists rewards with weights, for example {accuracy: 1.0}; for names, see
 rewards/registry.py.
 
-A reward may give reasons with log_extra("why", reasons), one string or None per completion.
+A reward can log reasons with log_extra("why", reasons), one string or None per completion.
 """
 
 import re
@@ -40,7 +40,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Return what differs from <think>...</think><answer>...</answer> in a completion, or None."""
+    """Return why a completion is not <think>...</think><answer>...</answer>, or None."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:

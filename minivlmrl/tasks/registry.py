@@ -1,4 +1,4 @@
-"""Registry of tasks, which provide their own data; for an example, see recipes/fashion.py."""
+"""Registry of tasks, which generate their own datasets; recipes/fashion.py is an example."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,22 +7,22 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset, so many that no row repeats
+# number of rows in a generated dataset, so large that training never repeats a row
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: datasets, tokenizer and chance accuracy."""
+    """A task with generated datasets, a tokenizer and the accuracy of guessing."""
 
-    # datasets(data, seed) -> ({key of NEEDS in run/datasets.py: training rows}, held-out rows, equal for all seeds);
-    # `data` is the recipe section. Other parameters are task options, as in shapes(pairs=8).
+    # (recipe section `data`, seed) -> training rows by type (keys as in NEEDS in run/datasets.py), and held-out rows,
+    # the same for all seeds. Other parameters become task options, such as pairs in "shapes(pairs=8)".
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
+    tokenizer: Callable[[], Tokenizer]  # function that trains a small tokenizer on all text in the task
     chance: float  # accuracy of guessing without the image
 
 
-# {name: Task or "module:NAME"}, to which scripts may add tasks
+# {task name: Task or "module:NAME"}; scripts may add tasks
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 

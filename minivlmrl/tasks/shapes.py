@@ -3,7 +3,7 @@
 Each prompt has one image, and the answer is one of 12 classes (6 colors x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
-Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can raise it.
+Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can improve the accuracy.
 """
 
 import random
@@ -38,23 +38,23 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that draws images on access, determined by seed and row index.
+    """Dataset that draws the image of a row on access, from the seed and the row index.
 
-    `solution` and `chosen` are always correct, while make_rejected makes `rejected`.
+    Columns `solution` and `chosen` are always correct, while `rejected` is from make_rejected.
     """
 
     size: int  # number of rows
     seed: int | str
-    wrong_labels: float = 0.0  # fraction of random labels
+    wrong_labels: float = 0.0  # fraction of demonstrations with a random label
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # if False, demonstrations are only the label
+    tags: bool = True  # whether demonstrations have <think> and <answer> tags, or only the label
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # IndexError ends iteration
+        index = range(self.size)[index]  # raises IndexError, which ends iteration over the dataset
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
@@ -95,7 +95,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
     color, shape = label.split()
-    right = left + side - 1  # PIL draws the last pixel as well
+    right = left + side - 1  # PIL includes the right and bottom pixels
     bottom = top + side - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
@@ -122,9 +122,9 @@ def datasets(
 
     Args:
         data: recipe section `data`.
-        demonstrations: SFT rows.
-        wrong_demonstrations: fraction of random labels in SFT.
-        pairs: DPO and reward model rows.
+        demonstrations: number of SFT rows.
+        wrong_demonstrations: fraction of SFT rows with a random label.
+        pairs: number of DPO and reward model rows.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {

@@ -33,7 +33,7 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on
-    normalizer: LossNormalizer  # loss denominators for the whole step
+    normalizer: LossNormalizer  # loss denominators for the optimizer step
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
@@ -50,7 +50,7 @@ class MicroBatch:
 class Sample:
     """Sampled completion with prompt and rewards."""
 
-    index: int  # index among samples on all ranks, rank 0 first
+    index: int  # sample index over all ranks, rank 0 first
     row: Row
     prompt: Prompt
     completion: Completion
@@ -66,7 +66,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return sample indices among all ranks: (samples,)."""
+        """Return sample indices, counted over all ranks: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -76,10 +76,10 @@ class SampledBatch(MicroBatch):
 
 @dataclass
 class Rollout:
-    """Samples on this rank, G for each of B prompts."""
+    """Samples on this rank: B prompts, G samples per prompt."""
 
     groups: list[list[Sample]]
-    metrics: dict[str, float] = field(default_factory=dict)  # {metric: value over all ranks}
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def join(
@@ -106,7 +106,7 @@ class Rollout:
 
     @property
     def rewards(self) -> Tensor:
-        """Return the rewards: (n, K)."""
+        """Return rewards of all samples, (n, K)."""
         return torch.stack([sample.rewards for sample in self.samples])
 
 
@@ -116,9 +116,9 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # last step on its rollout, after which checkpoints can be saved
+    ends_rollout: bool = True  # True for the last step on a rollout, when a checkpoint can be saved
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank, perhaps trained on another
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
 
 
 class Trainer:
@@ -128,14 +128,14 @@ class Trainer:
     divide by tokens or completions in the whole step.
 
     Args:
-        config: recipe; the section named after the stage has its options.
-        steps_done: optimizer steps already done, for a resume.
+        config: recipe; the stage's options are in the section with its name.
+        steps_done: optimizer steps before a resume.
     """
 
-    stage: str  # stage name, also its section in recipes
+    stage: str  # name of the stage and its recipe section
     config_type = TrainingOptions  # dataclass for the recipe section
-    needs = "prompts"  # kind of training rows, a key in NEEDS in run/datasets.py
-    answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if completions are sampled
+    needs = "prompts"  # key in NEEDS in run/datasets.py
+    answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if the stage samples completions
     samples_completions = False  # whether the stage samples and scores completions
     trains_policy = True  # whether the stage trains the policy, not another model
     trained: nn.Module  # module with the parameters to optimize
@@ -220,12 +220,12 @@ class Trainer:
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """Compute metrics on held-out rows without sampling, such as their loss."""
+        """Compute metrics on held-out rows without sampling, such as the loss."""
         return {}
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics; raise UserError unless `result` is a scalar, or a scalar and a dictionary."""
+    """Return loss and metrics; raise UserError unless `result` is a scalar, or a scalar and a dict of metrics."""
     pair: Any = (result, {}) if isinstance(result, Tensor) else result
     is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)
     values = [pair[0], *pair[1].values()] if is_pair else [None]

@@ -16,15 +16,15 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample until enough groups have rewards that differ, and build a rollout from them.
+    """Sample until enough groups have rewards that differ, and build a rollout from these groups.
 
     If too few groups differ after max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
         rows: first batch of rows.
-        compared_rewards: rollout -> rewards (n, K); a group is kept if any column differs within it.
+        compared_rewards: rollout -> rewards (n, K); a group is kept if its values differ in at least one column.
     Returns:
-        rollout, number of batches
+        rollout, and number of sampled batches
     """
     rollout = trainer.sample_and_score(rows)
     count = len(rollout.groups) * trainer.world.size
@@ -45,7 +45,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # sampling order: last number in a key, such as 17 in "0/grpo/3/17"
+    # the last number in a group's key, such as 17 in "0/grpo/3/17", is its place in the sampling order
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
@@ -53,7 +53,7 @@ def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, b
     """Build a rollout from `count` groups, preferably with rewards that differ."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.options.steps_per_rollout
-    local = []  # groups on this rank, in optimizer-step order
+    local = []  # this rank's groups, in order of optimizer steps
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     G = trainer.options.num_generations

@@ -35,7 +35,7 @@ class GRPOBatch(SampledBatch):
 
     advantages: Tensor  # (R,)
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
-    old_entropies: Tensor | None = None  # (R, T) entropies before the first update
+    old_entropies: Tensor | None = None  # (R, T)
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # minimum entropy of tokens to train on
     num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
@@ -45,7 +45,7 @@ class GRPOBatch(SampledBatch):
 
 
 class GRPOTrainer(RolloutTrainer):
-    """GRPO and its variants."""
+    """Trainer for GRPO and its variants."""
 
     stage = "grpo"
     config_type = GRPOOptions
@@ -62,8 +62,6 @@ class GRPOTrainer(RolloutTrainer):
     def has_reference(options: GRPOOptions) -> bool:
         return bool(options.beta)
 
-    # ------------------------------------------------------------------------ rollout and rewards
-
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
         most_batches = self.options.max_num_gen_batches
         if most_batches == 1:
@@ -74,7 +72,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the values that dynamic sampling compares: rewards (samples, K) or weighted sums (samples, 1)."""
+        """Return the rewards that dynamic sampling compares: (samples, K), or weighted sums (samples, 1)."""
         if self.options.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -87,29 +85,20 @@ class GRPOTrainer(RolloutTrainer):
             return total
         return total + torch.tensor([soft_overlong_punishment(len(x.completion.ids), limit, cache) for x in samples])
 
-    # --------------------------------------------------------------- advantages and micro-batches
-
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute advantages, and pack micro-batches.
-
-        Args:
-            parts: groups per optimizer step.
-        """
+        """Compute advantages, and pack micro-batches; `parts` has the groups for each optimizer step."""
         options = self.options
-        # 1. weighted reward sums on all ranks
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
         in_groups = group_metrics(totals, options.num_generations)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if options.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. compute advantages
         advantages = self.compute_advantages(totals, rewards)
-        # 3. packed micro-batches, with log-probabilities
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. RLOO: subtract a KL penalty from the rewards, and compute advantages again
+            # RLOO: subtract the KL penalty from the rewards, and compute advantages again
             kl = self.gather_kl(list(chain(*steps)))
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
@@ -146,19 +135,16 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples with advantage 0, unless they affect the gradient."""
         if self.needs_all_samples:
             return samples
-        # keep at least one, because with sharding all ranks must run a forward pass
+        # keep at least one sample, because all ranks must run a forward pass of a sharded model
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
         """Exchange groups between ranks, and pack this rank's micro-batches."""
         options = self.options
         normalizer = self.count_tokens(groups)
-        # 1. balance tokens between ranks, and pack samples
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        # 2. advantages, and log-probabilities before the update
         batches = [self.before_update(batch, advantages) for batch in packed]
-        # 3. entropy threshold over all ranks
         if options.top_entropy_quantile < 1:
             local = [
                 batch.old_entropies[batch.loss_mask.bool()].cpu()
@@ -173,7 +159,7 @@ class GRPOTrainer(RolloutTrainer):
         return batches
 
     def before_update(self, batch: SampledBatch, advantages: Tensor) -> GRPOBatch:
-        """Add advantages and, if needed, log-probabilities and entropies before the update."""
+        """Add advantages to a micro-batch, and log-probabilities and entropies if the loss needs them."""
         options = self.options
         grpo_batch = GRPOBatch(**vars(batch), advantages=self.gather_advantages(advantages, batch))
         if self.needs_old_logps:
@@ -218,8 +204,6 @@ class GRPOTrainer(RolloutTrainer):
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
-    # --------------------------------------------------------------------------------------- loss
-
     @cached_property
     def loss_function(self) -> Callable:
         return find_loss(self.options)
@@ -258,8 +242,8 @@ class GRPOTrainer(RolloutTrainer):
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
         """Scale clip ratios so that they can be summed over micro-batches in a step, as in TRL.
 
-        The denominator is all tokens in the step (GSPO, RLOO: completions). Dropped completions have advantage 0, so
-        they are never clipped.
+        The denominator is the number of tokens in the step, or of completions for GSPO and RLOO. kept_samples may drop
+        completions with advantage 0, which are never clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":
@@ -267,7 +251,7 @@ class GRPOTrainer(RolloutTrainer):
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask (completions, tokens): all tokens, or those with high entropy."""
+        """Return a mask (completions, tokens), 1 for all completion tokens or only for tokens with high entropy."""
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def mean_entropy(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
@@ -301,7 +285,7 @@ def find_loss(options: GRPOOptions) -> Callable:
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function in `advantages`, built-in or from a user file."""
+    """Return the advantage function named in the option `advantages`, built-in or from a user file."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments)
 

@@ -1,4 +1,4 @@
-"""Measure phases within an optimizer step, in seconds."""
+"""Measure the seconds that phases of an optimizer step take, such as sampling."""
 
 import time
 from itertools import pairwise

@@ -38,7 +38,7 @@ class PPOBatch(SampledBatch):
     old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Return mean token advantages per completion, without masked tokens."""
+        """Return the mean advantage per completion over tokens to train on."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
@@ -136,7 +136,7 @@ class PPOTrainer(RolloutTrainer):
         return batches
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False if all reward functions returned None."""
+        """Return False if all reward functions returned None for the sample."""
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
 A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but
-not image patches, which can take 10 MB. The new rank reads the image files again, so a group moves only if that saves
-much time.
+not image patches, which can take 10 MB. A rank that receives a group must read its image files again, so a group moves
+only if that saves much time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# minimum gain from a move, as a fraction of the mean tokens per rank
+# move a group only if this saves a rank 5 % of the mean number of tokens per rank
 WORTH_MOVING = 0.05
 
 
 @dataclass
 class SerializedGroup:
-    """A prompt's completions and rewards, to send to other ranks."""
+    """Completions and rewards for one prompt, to send to other ranks."""
 
     index: int  # row index in the dataset
     key: str  # seed key for sampling
@@ -32,20 +32,20 @@ class SerializedGroup:
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # pickling a user environment may fail
+            # remove the environment object of the user, because pickling could fail
             completion.tool_use.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-# (group, index of its first sample, image embeddings)
+# group, index of the group's first sample, image embeddings
 Payload = tuple[SerializedGroup, int, Tensor | None]
 
 
 def load_groups(
     batches: Batches, groups: Sequence[SerializedGroup], first_samples: Iterable[int]
 ) -> list[list[Sample]]:
-    """Read rows for groups, and return their samples; all ranks must call this function."""
+    """Read dataset rows for groups, and return samples per group; all ranks must call this function."""
     rows = batches.rows([(group.index, group.key) for group in groups])
     batches.world.barrier("read images")
     loaded = []
@@ -67,8 +67,7 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
     """Exchange groups between ranks, and return this rank's new groups, longest first.
 
     Args:
-        batches: reads rows for received groups.
-        groups: groups on this rank; all ranks must have the same number.
+        groups: groups on this rank, the same number on all ranks.
         lengths: tokens to train on, per group.
     """
     world = batches.world
@@ -92,8 +91,8 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. A group leaves a rank
-    with room only if another rank has fewer tokens, by WORTH_MOVING times the mean over ranks. If no rank has over
+    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group leaves a rank
+    with room only for a rank with fewer tokens by WORTH_MOVING times the mean over ranks. If no rank has more than
     (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
@@ -103,7 +102,7 @@ def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]
     Args:
         lengths: tokens per group, for each rank.
     Returns:
-        groups per rank, longest first, as (current rank, index there)
+        groups per rank, longest first, as (current rank, index on the current rank)
     """
     ranks = range(len(lengths))
     room = len(lengths[0])

@@ -92,7 +92,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference: a separate model, or the policy with reference parameters swapped in."""
+    """Yield the reference model: a separate model, or the policy with reference parameters swapped in."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -106,7 +106,7 @@ def swapped_in(
 
 
 def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise UserError unless the model in the folder takes the same inputs as the policy."""
+    """Raise UserError unless the model in folder `path` takes the same inputs as the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
     for name in MATCHING_FIELDS:

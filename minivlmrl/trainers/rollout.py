@@ -110,7 +110,7 @@ class RolloutTrainer(Trainer):
 
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # set before the generator runs, for trial_batches
+        self.batches = batches
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -143,10 +143,8 @@ class RolloutTrainer(Trainer):
         [batches] = self.build_micro_batches(rollout, [rollout.groups])
         return batches
 
-    # ----------------------------------------------------------------------------- sample and score
-
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a rollout; dynamic sampling overrides this to sample more rows."""
+        """Sample a rollout; GRPOTrainer overrides this for dynamic sampling."""
         return self.sample_and_score(rows)
 
     def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
@@ -175,17 +173,15 @@ class RolloutTrainer(Trainer):
         metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | others
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
-    # ------------------------------------------------------------------------- rebalance, split and pack
-
     def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange groups so that ranks train on about the same number of tokens.
+        """Exchange groups between ranks, so that all ranks train on about the same number of tokens.
 
         Args:
-            kept: samples to train on, per group.
+            kept: samples to train on, one list per group.
         """
         if self.world.size == 1:
             return groups
-        from minivlmrl.trainers.rebalancing import rebalance  # lazy import: one rank never rebalances
+        from minivlmrl.trainers.rebalancing import rebalance  # lazy import: a single rank never rebalances
 
         lengths = []
         for samples in kept:
@@ -219,7 +215,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples in prompt order, with reference log-probabilities."""
+        """Pack samples, ordered by prompt, and add reference log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]

@@ -37,7 +37,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 
 
 def completion_metrics(completions: Sequence[Completion], has_tools: bool, world: World) -> dict[str, float]:
-    """Compute lengths, tool calls and turns over all ranks."""
+    """Compute metrics for completion lengths, tool calls and turns, over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.tool_use.counts, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]

@@ -41,7 +41,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier("read images")
             mask = batch.loss_mask
-            # mask the rows after the first `count`, which repeat another rank's rows
+            # mask rows after the first `count`, which repeat rows from another rank
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()

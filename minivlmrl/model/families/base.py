@@ -27,7 +27,7 @@ class Family:
     config_type: ClassVar[type[ModelConfig]] = ModelConfig
     vision_config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
-    # further values for adapter.target: {name: regular expression for layer names}
+    # additional values for adapter.target: {name: regular expression for layer names}
     adapter_targets: ClassVar[Mapping[str, re.Pattern[str]]] = {}
     not_quantized: ClassVar[tuple[str, ...]] = ()  # name suffixes of layers that quantization skips
     in_cuda_graphs: ClassVar[bool] = True  # False if shapes in a decode step depend on tensor values
@@ -41,14 +41,14 @@ class Family:
     # ---- weights
     # whether weight files use transformers' module names; see module_name
     files_have_module_names: ClassVar[bool] = False
-    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of tensors to ignore
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of ignored tensors in weight files
 
     # ---- prompts and images
     # whether the chat template adds a system message to prompts without one
     default_system: ClassVar[bool] = True
-    # defaults for preprocessor_config.json
+    # default image settings, as in preprocessor_config.json
     images: ClassVar[Mapping[str, Any]] = {}
-    box_space: ClassVar[str] = "resized"  # unit of answer boxes; see data/boxes.py
+    box_space: ClassVar[str] = "resized"  # coordinate unit of predicted boxes; see data/boxes.py
 
     def build_model(self, model_config: ModelConfig) -> VisionLanguageModel:
         """Build a model with uninitialized weights."""
@@ -62,11 +62,7 @@ class Family:
         return text
 
     def read_vision(self, vision: dict, where: str) -> dict:
-        """Convert keys in vision_config to `vision_config_type` fields.
-
-        Args:
-            where: config.json path, for error messages.
-        """
+        """Convert keys in vision_config to `vision_config_type` fields; `where` is the file, for error messages."""
         return vision
 
     def write_config(self, config: dict) -> dict:
@@ -83,23 +79,20 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """Stack parameters that files store as one tensor, in place."""
+        """Stack entries of `weights` in place, where weight files store several parameters as one tensor."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
-        """Return True if layer `index` uses all its parameters for every token, so that all get a gradient."""
+        """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
-        """Prepare a sharded model with layers that use only some of their parameters per token, such as experts.
+        """Let expert layers in a sharded model sum token counts over all ranks.
 
-        If one rank uses a parameter, all ranks must run its layer, because they gather weights together.
-
-        Args:
-            sum_counts: adds up a list of counts over all ranks.
+        If one rank uses an expert, all ranks must run that expert, because FSDP gathers its weights on all ranks.
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:
-        """Parse video_preprocessor_config.json; None for Qwen2.5-VL's resizing."""
+        """Parse video_preprocessor_config.json; None means Qwen2.5-VL's video resizing."""
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL; its vision tower is model/vision.py."""
+"""Qwen2.5-VL, with the vision tower in model/vision.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
