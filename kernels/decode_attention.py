@@ -148,8 +148,8 @@ def fits(q: Tensor) -> bool:
 class WorkSplit(NamedTuple):
     """How queries and keys are divided among Triton programs."""
 
-    tile: int  # queries per program
-    part_keys: int  # keys per part
+    tile: int  # number of queries per program
+    part_keys: int  # number of keys per part
     parts: int
     programs: int
 

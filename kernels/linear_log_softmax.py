@@ -55,7 +55,7 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # a single slice without Triton
+        self.tiles = slices(len(weight), width)  # without Triton, one slice with the whole vocabulary
         self.hidden = hidden
         # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
@@ -172,7 +172,7 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy if the dtype is equal
+            total = grad_weight[tile].to(pieces.memory.dtype)  # a view, not a copy, if the dtypes are equal
         for rows in pieces.rows:
             saved_rows = select_rows(saved, rows)
             dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
@@ -236,7 +236,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None as gradient of unused outputs
+    ctx.set_materialize_grads(False)  # unused outputs have gradient None
 
 
 def _differentiate_scores(ctx, g, e, *_):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import tl, triton
 
-BLOCK = 64  # values per scale
-GROUP = 256  # blocks per group_scale
+BLOCK = 64  # number of values that share a scale
+GROUP = 256  # number of blocks that share group_scale
 BYTES = 1024  # bytes per program: 16 bfloat16 values per thread, in two writes
 constexpr = tl.constexpr
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with a faster backward than torch.nn.RMSNorm on a CPU; on a GPU, torch's fused kernel."""
 
-    eps: float  # never None, unlike in torch.nn.RMSNorm
+    eps: float  # torch.nn.RMSNorm also allows None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

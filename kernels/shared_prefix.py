@@ -53,7 +53,7 @@ class PromptSlots:
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # first row per prompt
+        first_row = counts.cumsum(0) - counts  # index of the first row of each prompt
         self.prompts = prompts
         self.slots = int(counts.max())  # maximum completions per prompt
         self.prompt_index = to_device(prompt_index, device)
@@ -84,7 +84,7 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to their whole prompt, and causally to their own tokens.
 
-    By default, this calls PyTorch's fused kernel, which stores no scores. Small inputs on a CPU use grouped_attention.
+    The default is PyTorch's fused kernel, which stores no scores. Small inputs on a CPU use grouped_attention.
     Without a fused kernel (float32 on a GPU), prompt keys are copied per completion.
 
     Args:

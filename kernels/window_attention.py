@@ -184,7 +184,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return padded tokens and head dimension: (60, 80) -> (64, 128)."""
-    # at least 16, as tl.dot requires
+    # at least 16 rows and columns, as tl.dot requires
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 

@@ -39,7 +39,7 @@ def check_environment(config: RunConfig):
     """Raise UserError if the environment contradicts rewards or sampling.history."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # raises UserError for conflicting context window options
+    samples_trajectories(config.sampling)  # raises UserError if context window options conflict
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:

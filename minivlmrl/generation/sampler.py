@@ -28,9 +28,9 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 
 
 class Sampler:
-    """Sample completions with the options in `sampling`.
+    """Sample completions with the options in the recipe section `sampling`.
 
-    Subclasses are other engines, such as extras/vllm.py; see docs/developer_guide.md.
+    Subclasses use other engines, such as vLLM in extras/vllm.py; see docs/developer_guide.md.
 
     Args:
         world: process group, by default only this process on the model's device.
@@ -121,7 +121,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; VLLMSampler overrides this."""
+        """Sample completions with the function `sample_token`; VLLMSampler overrides this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep

@@ -237,7 +237,7 @@ def max_length(normalizer: LossNormalizer) -> int:
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Count completions and tokens in one batch, for an optimizer step without other batches."""
+    """Count completions and tokens in one batch."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
@@ -257,7 +257,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if epsilon or beta is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # also True for NaN
+    if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

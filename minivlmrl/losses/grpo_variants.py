@@ -1,6 +1,6 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds the variants to the tables in grpo.py. It needs only torch and grpo.py.
+Importing grpo_variants.py adds the variants to the tables in grpo.py. grpo_variants.py needs only torch and grpo.py.
 """
 
 import math

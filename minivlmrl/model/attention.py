@@ -74,7 +74,7 @@ class PackedLayout:
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token -> index in the padded blocks
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) index of each token in the padded matrices
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
@@ -135,7 +135,6 @@ class GroupAttention:
     """Attention for training, scoring and prefill, computed separately for prompts and completions.
 
     Args:
-        layout: prompt and completion positions.
         keep_keys: whether to keep k and v from all layers in `self.keys`, for DecodeAttention.
     """
 
@@ -194,12 +193,12 @@ class DecodeAttention:
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # number of keys in the longest row
+        self.num_row_keys = 0  # number of completion keys in the longest row
         # True once rows have different lengths, after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) original row index
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) row index at the start of decoding
         self.start = start[self.slots.prompt_index]  # (R,)
         # (R,) KV cache position of the newest token
         self.newest = torch.full_like(self.rows, -1)
@@ -211,7 +210,7 @@ class DecodeAttention:
         Args:
             unfinished: (R,) bool, on the CPU.
         Returns:
-            Kept row indices, None = all.
+            Indices of the rows that stay, None = all rows.
         """
         if unfinished.all():
             return None
@@ -235,7 +234,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Advance the cache positions.
+        """Advance the KV cache position of each row.
 
         Args:
             tokens: new tokens per row, one number or (R,).
@@ -252,7 +251,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append keys and values to the KV cache, and return those for all completion tokens."""
+        """Append new keys and values to the KV cache; return keys and values of all completion tokens."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -269,7 +268,6 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # one matrix product for all completions of a prompt
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P)
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)

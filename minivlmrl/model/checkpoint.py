@@ -81,7 +81,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # omits an LM head that is tied to the embedding
+    expected = base_weights(model)  # without a tied LM head, which is the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}

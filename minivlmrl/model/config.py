@@ -13,7 +13,7 @@ Depth = Annotated[int, "[1, 1000]"]
 class VisionConfig:
     """Vision tower config, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
 
-    depth: Depth = 32  # number of transformer blocks
+    depth: Depth = 32
     hidden_size: Size = 3584
     intermediate_size: Size = 3420
     num_heads: Size = 16
@@ -28,7 +28,7 @@ class VisionConfig:
     # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; other families override them or make them fields
+    # constants in Qwen2-VL, which other families override or turn into fields
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # attention window width and height in pixels, None = whole frame
     window_size: ClassVar[int | None] = None
@@ -72,7 +72,7 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys in config.json, written back unchanged
 
-    # constants in Qwen2; other families override them or make them fields
+    # constants in Qwen2, which other families override or turn into fields
     attention_bias: ClassVar[bool] = True  # whether q, k and v projections have biases
     qk_norm: ClassVar[bool] = False  # whether q and k are normalized per head
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width

@@ -1,4 +1,4 @@
-"""Convert config.json to a ModelConfig and back, with checks."""
+"""Convert config.json to a ModelConfig and back."""
 
 import re
 from collections.abc import Container

@@ -50,7 +50,7 @@ class VisionLanguageModel(nn.Module):
 
         Args:
             batch: N packed tokens.
-            attention: default: GroupAttention(batch.layout).
+            attention: by default GroupAttention(batch.layout).
             select: (S,) token indices, None = all N.
         Returns:
             (S, hidden_size) hidden states after the final norm, for `lm_head`.
@@ -98,7 +98,6 @@ class TextModel(nn.Module):
         Args:
             x: (N, hidden_size) token embeddings.
             position_ids: (3, N) from get_rope_index.
-            attention: computes attention and holds the KV cache.
             select: (S,) token indices to return, None = all N.
             vision_index: (M,) image token indices in x.
             deep: for DeepStack, outputs (M, hidden_size) from inner tower blocks; layer i adds deep[i] to image tokens.

@@ -14,7 +14,7 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
     used a filter such as top_p, log-probabilities are normalized over the kept tokens.
 
     Args:
-        batch: M completion tokens.
+        batch: GroupBatch with M completion tokens.
         temperature: logit divisor, as in sampling.
     Returns:
         Log-probabilities (M,) and entropies (M,), in nats; GroupBatch.pad converts (M,) to (R, T).

@@ -53,10 +53,10 @@ class LoRALinear(ReplacedLinear):
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
-        self.base = base  # PackedLinear after quantize_base
+        self.base = base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
-        self.dropout = dropout  # LoRA dropout probability
+        self.dropout = dropout
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))

@@ -28,7 +28,7 @@ class GroupBatch:
 
     # (N,) int64 token ids, without the last token in a completion, which predicts nothing
     input_ids: Tensor
-    position_ids: Tensor  # (3, N) int64: time, height, width
+    position_ids: Tensor  # (3, N) int64 M-RoPE positions: time, height, width
     # (patches, patch_dim) from all images and videos, in float32 or the compute dtype
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64
@@ -81,7 +81,7 @@ def pack(
         raise UserError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    segments = []  # prompt and completion segments, in input_ids order
+    segments = []
     for prompt, group in zip(prompts, completions, strict=True):
         segments += pack_group(prompt, group, model_config)
     placeholders = torch.tensor([model_config.image_token_id, model_config.video_token_id])

@@ -200,7 +200,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     for name_end, value in (config.alpha_pattern or {}).items():
         if f".{module_name(name)}".endswith(f".{name_end}"):
             alpha = value
-            break  # use the first matching name, as in PEFT
+            break  # the first matching layer name determines alpha, as in PEFT
     divisor = math.sqrt(r) if config.use_rslora else r  # scaling in rsLoRA: alpha / sqrt(r) (arXiv 2312.03732)
     return r, alpha / divisor
 

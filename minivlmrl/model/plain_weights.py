@@ -12,7 +12,7 @@ from minivlmrl.config.types import Part
 # {model part: parameter name prefixes}; a parameter belongs to the first part with a matching prefix
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # embedding and LM head, often tied
+    "embeddings": ("model.embed_tokens.", "lm_head."),
     "vision": "visual.",
     "language": "model.",
 }

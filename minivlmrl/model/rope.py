@@ -18,9 +18,9 @@ def get_rope_index(
 ) -> Tensor:
     """Compute M-RoPE positions (time, height, width) for prompt tokens.
 
-    Text tokens have three equal positions, which rise by 1. Image tokens have the same time position, and their row and
-    column in the merged grid. In videos, time positions are proportional to seconds. Text after an image or video
-    continues at the largest position plus 1.
+    For text tokens, all three positions are equal, and rise by 1 per token. All tokens of an image have the same time
+    position; their height and width positions are row and column in the merged grid. In videos, time positions are
+    proportional to seconds. Text after an image or video continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5

@@ -61,7 +61,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise UserError if tokenizer, family or patch size differ from the policy's."""
+    """Raise UserError if a value model and the policy differ in tokenizer, family or patch size."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]

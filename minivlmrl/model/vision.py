@@ -1,7 +1,7 @@
 """Vision tower: encode image patches, and merge 2 x 2 patches into one decoder token.
 
-The decoder puts these outputs in place of image placeholders. VisionTransformer is Qwen2.5-VL's tower: window
-attention, RMSNorm, SwiGLU. Other families: model/families/ and extras/families/.
+The decoder replaces image placeholders with the merged tokens. VisionTransformer is Qwen2.5-VL's tower, with window
+attention, RMSNorm and SwiGLU.
 
 Dimensions: P patches in all images, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
@@ -22,7 +22,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # matrix products are fast if rows are 16-byte aligned, which is 8 16-bit values
+ALIGNED = 8  # matrix products are fast if the row size is a multiple of 16 bytes, 8 values of 16 bits
 
 
 class MLP(nn.Module):

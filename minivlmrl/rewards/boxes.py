@@ -1,8 +1,7 @@
 """Rewards for object detection: compare predicted with true boxes.
 
 True boxes (column `solution`) are in image file pixels; predicted boxes may have other units, such as thousandths of
-the image size. Boxes are matched one to one. The IoU sum is divided by the larger number of boxes, so missing and extra
-boxes lower the reward.
+the image size. Boxes are matched one to one.
 """
 
 import json

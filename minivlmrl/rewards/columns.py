@@ -57,7 +57,7 @@ def reward_columns(
     """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {name: B * G values} for row columns (None where missing) and RewardArguments, which take precedence.
+        {name: B * G values} for row columns, None where missing, and for RewardArguments, which override columns.
     """
     flat = []
     row_of_each = []

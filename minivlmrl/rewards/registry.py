@@ -1,7 +1,7 @@
 """Registry of reward functions, with checks for arguments and return values.
 
-A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments may
-follow: "mine.py:near(tolerance=0.05)".
+A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity", possibly with
+options: "mine.py:near(tolerance=0.05)".
 """
 
 import inspect
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # a user's reward function may call this reward
+        for name in callbacks.keys() & columns.keys():  # set if the caller is a user's reward function
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}

@@ -6,8 +6,7 @@ A reward is a function with TRL's signature, and returns one number per completi
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 A reward may return None for a completion that it cannot score. A completion whose rewards are all None has advantage 0,
-and does not count in the group mean. A recipe lists rewards with weights, for example {accuracy: 1.0}; for names, see
-rewards/registry.py.
+and does not count in the group mean.
 
 A reward can log reasons with log_extra("why", reasons), one string or None per completion.
 """

@@ -37,7 +37,7 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return weights for averaging metrics over micro-batches: token counts."""
+        """Return {metric: number of tokens}, the weights for averaging metrics over micro-batches."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -128,15 +128,15 @@ class Trainer:
     divide by tokens or completions in the whole step.
 
     Args:
-        config: recipe; the stage's options are in the section with its name.
+        config: recipe, with a section named after the stage.
         steps_done: optimizer steps before a resume.
     """
 
     stage: str  # name of the stage and its recipe section
-    config_type = TrainingOptions  # dataclass for the recipe section
+    config_type = TrainingOptions  # dataclass with the stage's options
     needs = "prompts"  # key in NEEDS in run/datasets.py
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if the stage samples completions
-    samples_completions = False  # whether the stage samples and scores completions
+    samples_completions = False
     trains_policy = True  # whether the stage trains the policy, not another model
     trained: nn.Module  # module with the parameters to optimize
 
@@ -208,7 +208,7 @@ class Trainer:
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return {name: module} with all weights for a checkpoint."""
+        """Return {name: module} for the modules whose weights a checkpoint contains."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
@@ -230,7 +230,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)
     values = [pair[0], *pair[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-    # reserved fields in metrics.jsonl
+    # metrics.jsonl already has the fields stage, step and loss
     if not is_scalar or pair[1].keys() & {"stage", "step", "loss"}:
         raise UserError(
             f"{name} returned {truncate(result, 200)}, but it must return the loss, or the loss and a "

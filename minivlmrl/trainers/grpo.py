@@ -3,7 +3,7 @@
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
 RolloutTrainer in rollout.py samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the
-section `grpo`. Not implemented: the paper's outer loop, which replaces the reference every few hundred steps.
+section `grpo`. Not implemented: DeepSeekMath's outer loop, which replaces the reference every few hundred steps.
 """
 
 import inspect
@@ -50,7 +50,7 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
-    num_gen_batches = 1  # batches sampled for the current rollout (dynamic sampling)
+    num_gen_batches = 1  # number of batches that dynamic sampling sampled for the current rollout
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -275,7 +275,7 @@ class GRPOTrainer(RolloutTrainer):
 
 
 def find_loss(options: GRPOOptions) -> Callable:
-    """Return grpo_loss, or the user function in `loss_type`.
+    """Return grpo_loss, or the user's loss function named in `loss_type`.
 
     A user function may omit parameters, or have the form f(batch, options); see config/loss_forms.py.
     """

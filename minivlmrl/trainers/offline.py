@@ -83,7 +83,7 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Select this rank's share of the rows that have all answers.
 
-        A rank with fewer rows repeats one from another rank, because all ranks must run a sharded model equally often.
+        A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
 
         Returns:
             row indices with repeated rows last, and the number of rows that are not repeated

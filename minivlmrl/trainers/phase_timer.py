@@ -14,7 +14,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # (phase, start) since the last `take`
+        self.marks = []  # (phase, start time) since the last call of `take`
 
     def start(self, phase: str):
         if self.is_gpu:
@@ -25,7 +25,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last `take`, after waiting for the GPU."""
+        """Return {phase: seconds} since the last call of `take`, after waiting for the GPU."""
         self.start("end")
         if self.is_gpu:
             self.marks[-1][1].synchronize()

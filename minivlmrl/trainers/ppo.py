@@ -44,7 +44,7 @@ class PPOBatch(SampledBatch):
 
 
 class PPOTrainer(RolloutTrainer):
-    """PPO, with token advantages from a critic."""
+    """Trainer for PPO, with token advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions

@@ -15,7 +15,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# move a group only if this saves a rank 5 % of the mean number of tokens per rank
+# move a group to another rank only if this saves 5 % of the mean number of tokens per rank
 WORTH_MOVING = 0.05
 
 
@@ -91,9 +91,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group leaves a rank
-    with room only for a rank with fewer tokens by WORTH_MOVING times the mean over ranks. If no rank has more than
-    (1 + WORTH_MOVING) times the mean, no group moves.
+    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group stays on a
+    rank with room unless another rank has fewer tokens, by more than WORTH_MOVING times the mean over ranks. If no rank
+    has more than (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

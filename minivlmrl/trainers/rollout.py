@@ -51,7 +51,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from rewards.
 
-    Required options: num_generations, micro_batch_size, max_tokens_per_micro_batch.
+    Options must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True

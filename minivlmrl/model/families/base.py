@@ -21,9 +21,7 @@ class Family:
     Subclasses override layers, config.json, tensors in weight files, prompts and images.
     """
 
-    architecture: ClassVar[str]  # transformers class, as in config.json
-
-    # ---- layers
+    architecture: ClassVar[str]  # transformers class, as in architectures in config.json
     config_type: ClassVar[type[ModelConfig]] = ModelConfig
     vision_config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -33,17 +31,14 @@ class Family:
     in_cuda_graphs: ClassVar[bool] = True  # False if shapes in a decode step depend on tensor values
     in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports this family
 
-    # ---- config.json
-    vision_hidden_act: ClassVar[str] = "silu"  # vision tower activation
-    # {key in config.json: supported values}, outside vision_config
+    vision_hidden_act: ClassVar[str] = "silu"  # activation in the vision tower MLP
+    # {config.json key outside vision_config: supported values}
     supported: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",), "use_sliding_window": (False,)}
 
-    # ---- weights
     # whether weight files use transformers' module names; see module_name
     files_have_module_names: ClassVar[bool] = False
     unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of ignored tensors in weight files
 
-    # ---- prompts and images
     # whether the chat template adds a system message to prompts without one
     default_system: ClassVar[bool] = True
     # default image settings, as in preprocessor_config.json
